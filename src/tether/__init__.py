@@ -1,0 +1,33 @@
+"""Tether: one PyTorch model, many workers, tied to one joint model as if by elastic tethers."""
+
+from __future__ import annotations
+
+from tether.errors import InvariantBroken, RunError, Stalled, TaskError, TetherError, UsageError, WireError
+from tether.protocols import Averaging, Server, Single
+from tether.run import Result, run
+from tether.runtimes.faults import Faults
+from tether.runtimes.local import Local
+from tether.runtimes.sim import Sim, StepTime
+from tether.task import Task
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Averaging",
+    "Faults",
+    "InvariantBroken",
+    "Local",
+    "Result",
+    "RunError",
+    "Server",
+    "Sim",
+    "Single",
+    "Stalled",
+    "StepTime",
+    "Task",
+    "TaskError",
+    "TetherError",
+    "UsageError",
+    "WireError",
+    "run",
+]

@@ -1,0 +1,130 @@
+"""Benchmarks that a user can repeat: ratios of things measured in turns within one run."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from tether.errors import unknown
+from tether.learner import build_model
+from tether.progress import make_progress
+from tether.protocols import Averaging, Options, Server, Single
+from tether.run import run
+from tether.runtimes.local import Local
+from tether.runtimes.sim import Sim
+from tether.task import Batches, SyntheticTask, Task
+
+Report = dict[str, Any]
+
+
+def overhead(task: Task, steps: int = 1500, rounds: int = 7) -> Report:
+    """One worker under `local` against a plain PyTorch loop over the same batches, in turns."""
+    data = task.train_data()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    taken: dict[str, list[float]] = {"plain": [], "tether": []}
+    try:
+        for round_ in range(rounds + 1):
+            plain = _plain_loop(task, Batches(task, data, seed=0), steps)
+            with tempfile.TemporaryDirectory() as directory:
+                result = run(
+                    task,
+                    Single(),
+                    Local(1),
+                    steps=steps,
+                    evaluate_every=1e9,
+                    run_dir=Path(directory) / "run",
+                    progress=make_progress(quiet=True),
+                )
+            if round_:  # the first round only warms up
+                taken["plain"].append(plain / steps)
+                taken["tether"].append(result.figures["seconds"] / steps)
+        loader = DataLoader(data, batch_size=task.batch_size, shuffle=True)
+        with_loader = _plain_loop(task, _endless(loader), steps) / steps
+    finally:
+        torch.set_num_threads(threads)
+    rows = [{"loop": name, "ms_per_step": 1e3 * statistics.median(seconds)} for name, seconds in taken.items()]
+    rows.append({"loop": "plain with DataLoader", "ms_per_step": 1e3 * with_loader})
+    in_turns = [ours / plain for ours, plain in zip(taken["tether"], taken["plain"], strict=True)]
+    return {
+        "bench": "overhead",
+        "task": task.name,
+        "steps": steps,
+        "rounds": rounds,
+        "rows": rows,
+        "ratios": {
+            "tether_over_plain": statistics.median(in_turns),
+            "tether_over_plain_min": min(in_turns),
+            "tether_over_plain_max": max(in_turns),
+            "tether_over_plain_with_dataloader": statistics.median(taken["tether"]) / with_loader,
+        },
+    }
+
+
+def _plain_loop(task: Task, batches: Any, steps: int) -> float:
+    """Seconds that an ordinary training loop takes."""
+    model = build_model(task, 0)
+    optimizer = task.optimizer(model)
+    start = time.perf_counter()
+    for _, batch in zip(range(steps), batches, strict=False):
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        loss.item()
+    return time.perf_counter() - start
+
+
+def _endless(loader: Any) -> Any:
+    while True:
+        yield from loader
+
+
+def simulator(workers: int = 1000, steps: int = 20) -> Report:
+    """Events per second, with few workers and with many."""
+    rows = []
+    protocols: tuple[Options, ...] = (Server(), Averaging(tau=5))
+    for count in (8, workers):
+        for protocol in protocols:
+            task = SyntheticTask()
+            begun = time.perf_counter()
+            with tempfile.TemporaryDirectory() as directory:
+                result = run(
+                    task,
+                    protocol,
+                    Sim(workers=count),
+                    steps=steps * (workers // count if count == 8 else 1),
+                    run_dir=Path(directory) / "run",
+                    evaluate_every=1e9,
+                    trace=False,
+                    progress=make_progress(quiet=True),
+                )
+            seconds = time.perf_counter() - begun
+            rows.append(
+                {
+                    "protocol": protocol.name,
+                    "workers": count,
+                    "steps": result.figures["steps"],
+                    "events": result.figures["events"],
+                    "seconds": seconds,
+                    "events_per_second": result.figures["events"] / seconds,
+                    "virtual_seconds": result.figures["seconds"],
+                }
+            )
+    by = {(row["protocol"], row["workers"]): row["events_per_second"] for row in rows}
+    ratios = {f"{p.name}_{workers}_over_8_workers": by[p.name, workers] / by[p.name, 8] for p in protocols}
+    return {"bench": "sim", "rows": rows, "ratios": ratios}
+
+
+def named(name: str) -> Any:
+    """The benchmark of that name."""
+    known = {"overhead": overhead, "sim": simulator}
+    if name not in known:
+        raise unknown("benchmark", name, known)
+    return known[name]

@@ -1,0 +1,325 @@
+"""The command line: each command builds a task, a protocol and a runtime, and calls `run`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tether import bench, protocols, report, settings, swarm, tasks
+from tether.errors import TetherError, UsageError, unknown
+from tether.protocols import Averaging, Options, Single
+from tether.run import Result, replay_recorded, resume, run
+from tether.runtimes.base import Runtime
+from tether.runtimes.faults import Faults
+from tether.runtimes.local import Local
+from tether.runtimes.sim import Sim
+
+app = typer.Typer(
+    name="tether",
+    help="Train one PyTorch model on many workers that stay tied to one joint model.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_out = Console(soft_wrap=True)
+_err = Console(stderr=True, soft_wrap=True)
+
+TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help="A built-in task or file.py:Class.")]
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
+DataOption = Annotated[Path | None, typer.Option("--data", help="The task's data: a folder or file.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="How many workers.")]
+EpochsOption = Annotated[float | None, typer.Option(help="Passes over the data, by all workers together.")]
+StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worker.")]
+UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
+
+
+@app.command()
+def train(
+    task: TaskArgument,
+    protocol: Annotated[str, typer.Option("--protocol", "-p", help="How workers agree.")] = "averaging",
+    on: Annotated[str, typer.Option(help="Where to run: local or sim.")] = "local",
+    workers: WorkersOption = None,
+    epochs: EpochsOption = None,
+    steps: StepsOption = None,
+    until: UntilOption = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="An option of the protocol or of the task; repeat it."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    data: DataOption = None,
+    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
+    as_json: JsonOption = False,
+    record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 60.0,
+    link: Annotated[str | None, typer.Option(help="sim: bandwidth of every network interface [1gbit].")] = None,
+    latency: Annotated[str | None, typer.Option(help="sim: latency of the network [0.2ms].")] = None,
+    step_seconds: Annotated[str | None, typer.Option(help="sim: how long a gradient takes [0.1].")] = None,
+    model_bytes: Annotated[str | None, typer.Option(help="sim: price the model as one of this size.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="sim: a JSON file of faults.")] = None,
+) -> None:
+    """Train a task and print what came out."""
+    cls = _protocol_class(protocol)
+    protocol_settings, task_settings = _split_settings(set_ or [], cls, task)
+    options = cls(**settings.arguments(cls, f"protocol {protocol}", protocol_settings))
+    built = tasks.load(task, data=data, settings=task_settings)
+    only_sim = {
+        "link": link,
+        "latency": latency,
+        "step_seconds": step_seconds,
+        "model_bytes": model_bytes,
+        "faults": Faults.load(faults) if faults else None,
+    }
+    runtime = _runtime(on, workers, options, {name: value for name, value in only_sim.items() if value is not None})
+    result = run(
+        built,
+        options,
+        runtime,
+        epochs=epochs,
+        steps=steps,
+        until=until,
+        seed=seed,
+        run_dir=run_dir,
+        checkpoint_seconds=checkpoint_seconds,
+        record=record,
+        task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
+    )
+    _show(result, as_json)
+
+
+@app.command("resume")
+def resume_(
+    run_dir: RunArgument,
+    workers: WorkersOption = None,
+    epochs: EpochsOption = None,
+    steps: StepsOption = None,
+    until: UntilOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a run from its newest checkpoint, with the same or another number of workers."""
+    _show(resume(run_dir, workers=workers, epochs=epochs, steps=steps, until=until), as_json)
+
+
+@app.command()
+def replay(run_dir: RunArgument) -> None:
+    """Feed a recorded run into fresh machines: they must do the same again."""
+    for node, events in replay_recorded(run_dir).items():
+        _out.print(f"{node}: {events} events, the same effects")
+
+
+@app.command("protocols")
+def protocols_() -> None:
+    """List the protocols with their options and defaults."""
+    for name, cls in protocols.known().items():
+        docs = {field.name: field.metadata.get("doc", "") for field in fields(cls)}
+        _list_one(name, cls.summary, settings.options(cls, docs))
+
+
+@app.command("tasks")
+def tasks_() -> None:
+    """List the built-in tasks with their options and defaults."""
+    for name, cls in tasks.known().items():
+        _list_one(name, (cls.__doc__ or "").strip().splitlines()[0], tasks.options(cls))
+    _out.print("A task of your own: path/to/file.py:ClassName", style="dim")
+
+
+@app.command("report")
+def report_(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    to: Annotated[Path, typer.Option(help="Where the page and the picture go.")] = Path("report"),
+) -> None:
+    """Draw runs side by side: a table here, an HTML page and a PNG."""
+    loaded = [report.load_run(path) for path in runs]
+    _out.print(report.table(loaded))
+    for path in report.write_report(loaded, to):
+        _out.print(path.absolute(), highlight=False)
+
+
+@app.command("swarm")
+def swarm_(
+    seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 200,
+    first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Only this seed, told in full.")] = None,
+    protocol: Annotated[str | None, typer.Option("--protocol", "-p", help="Only this protocol.")] = None,
+    plant: Annotated[str | None, typer.Option(help="Plant a bug that must be found: drop loses one message.")] = None,
+) -> None:
+    """Simulate many runs with random clusters and faults; every one must end and keep its invariants."""
+    if protocol is not None:
+        _protocol_class(protocol)
+    chosen = range(seed, seed + 1) if seed is not None else range(first, first + seeds)
+    seen: dict[str, int] = {}
+    events = 0
+
+    def each(verdict: swarm.Verdict) -> None:
+        nonlocal events
+        events += verdict.events
+        name = verdict.scenario.protocol.name
+        seen[name] = seen.get(name, 0) + 1
+        if verdict.error or seed is not None:
+            again = f"tether swarm --seed {verdict.seed}" + (f" --protocol {protocol}" if protocol else "")
+            again += f" --plant {plant}" if plant else ""
+            _out.print(f"seed {verdict.seed}: {verdict.scenario}", highlight=False, markup=False)
+            _out.print(f"  {verdict.error or 'ends, no invariant broken'}", highlight=False, markup=False)
+            if verdict.error:
+                _out.print(f"  again: {again}", highlight=False, markup=False)
+
+    wrong = swarm.swarm(chosen, protocol, plant, each)
+    told = ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
+    _out.print(f"{len(chosen)} runs ({told}), {events} events: {len(wrong)} wrong", highlight=False)
+    if wrong:
+        raise typer.Exit(1)
+
+
+@app.command("bench")
+def bench_(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="overhead or sim.")],
+    task: Annotated[str, typer.Option(help="overhead: the task.")] = "fashion",
+    data: DataOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure something, as ratios."""
+    measure = bench.named(name)
+    outcome = measure(tasks.load(task, data=data)) if name == "overhead" else measure()
+    if as_json:
+        print(json.dumps(outcome))
+        return
+    table = Table(*outcome["rows"][0])
+    for row in outcome["rows"]:
+        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+    _out.print(table)
+    for ratio, value in outcome["ratios"].items():
+        _out.print(f"{ratio}: {value:.4f}", highlight=False)
+
+
+@app.command()
+def demo(
+    to: Annotated[Path, typer.Option(help="Where runs and report go.")] = Path("runs/demo"),
+    epochs: Annotated[float, typer.Option(help="How long each run is.")] = 30,
+) -> None:
+    """Train the digits alone and with 4 workers, and compare."""
+    plan: list[tuple[Options, int]] = [(Single(), 1), (Averaging(tau=10), 4)]
+    results = []
+    for options, workers in plan:
+        place = _free(to / f"{options.name}-{workers}")
+        spec: dict[str, Any] = {"spec": "digits", "data": None, "settings": {}}
+        task = tasks.load("digits")
+        results.append(run(task, options, Local(workers), epochs=epochs, run_dir=place, task_spec=spec))
+    table = Table("protocol", "workers", "seconds", "samples/s", "test error", title="digits")
+    for result in results:
+        figures = result.figures
+        table.add_row(
+            figures["protocol"],
+            str(figures["workers"]),
+            f"{figures['seconds']:.2f}",
+            f"{figures['samples_per_second']:,.0f}",
+            f"{100 * result.metrics['error']:.2f} %",
+        )
+    _out.print(table)
+    page, _ = report.write_report([report.load_run(result.directory) for result in results], to / "report")
+    _out.print(f"open {page.absolute()}", highlight=False)
+
+
+def _free(path: Path) -> Path:
+    """The path itself, or the first of its kind that holds no run yet."""
+    candidates = [path, *(path.with_name(f"{path.name}-{i}") for i in range(2, 10_000))]
+    return next(candidate for candidate in candidates if not candidate.exists())
+
+
+def _protocol_class(name: str) -> type[Options]:
+    if name not in protocols.known():
+        raise unknown("protocol", name, protocols.known())
+    return protocols.known()[name]
+
+
+def _split_settings(texts: list[str], protocol: type[Options], task: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Which settings are the protocol's and which the task's; task.NAME is always the task's."""
+    for_protocol: dict[str, str] = {}
+    for_task: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise UsageError(f"--set {text!r} is not understood; write it like --set tau=10")
+        if name.startswith("task."):
+            for_task[name.removeprefix("task.")] = value
+        elif name in settings.parameters(protocol):
+            for_protocol[name] = value
+        elif name in (of_task := settings.parameters(tasks.find(task)).keys() - {"data"}):
+            for_task[name] = value
+        else:
+            known = [*settings.parameters(protocol), *of_task]
+            raise unknown(f"option of protocol {protocol.name} or task {task}", name, known)
+    return for_protocol, for_task
+
+
+def _runtime(on: str, workers: int | None, protocol: Options, only_sim: dict[str, Any]) -> Runtime:
+    if on not in ("local", "sim"):
+        raise unknown("runtime", on, ("local", "sim"))
+    count = workers if workers is not None else protocol.workers_max or 2
+    if on == "sim":
+        return Sim(workers=count, **only_sim)
+    if only_sim:
+        flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
+        raise UsageError(f"{flags} describe a simulated cluster: add --on sim")
+    return Local(workers=count)
+
+
+def _show(result: Result, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(result.figures))
+        return
+    figures = result.figures
+    table = Table(show_header=False, box=None)
+    virtual = " (virtual)" if figures["runtime"] == "sim" else ""
+    for name, value in {
+        "protocol": f"{figures['protocol']}, {figures['workers']} workers on {figures['runtime']}",
+        "steps": f"{figures['steps']} per worker, {figures['samples']} samples, {figures['reason']}",
+        "seconds": f"{figures['seconds']:.4g}{virtual}, {figures['samples_per_second']:,.0f} samples/s",
+        "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",
+        "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB",
+        **{metric: f"{value:.4g}" for metric, value in figures["metrics"].items()},
+        "run": figures["run"],
+    }.items():
+        table.add_row(name, value)
+    _out.print(table)
+
+
+def _list_one(name: str, summary: str, options: list[settings.Option]) -> None:
+    _out.print(f"[bold]{name}[/bold]  {summary}", highlight=False)
+    for option in options:
+        line = f"  {option.name} = {option.default}  ({option.type})  {option.doc}".rstrip()
+        _out.print(line, highlight=False, markup=False)
+
+
+def main() -> None:
+    """The program `tether`. Errors that we raise on purpose are told in a line, not as a traceback."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        app()
+    except UsageError as error:
+        _fail(error, 2)
+    except TetherError as error:
+        _fail(error, 1)
+
+
+def _interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(error: TetherError, status: int) -> None:
+    _err.print(f"tether: {error}", style="red", highlight=False, markup=False)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

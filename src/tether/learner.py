@@ -1,0 +1,220 @@
+"""One replica of the model with its data and its optimizer.
+
+`Learner` trains a task; `SyntheticLearner` follows a made-up gradient and needs no model, so that thousands of them
+fit into one simulation.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tether.errors import TaskError, UsageError
+from tether.task import SyntheticTask, Task
+from tether.vector import Vector
+
+#: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
+ELEMENTWISE = {
+    getattr(torch.optim, name)
+    for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+}
+_FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
+
+
+class Learner:
+    """Computes gradients, steps and holds the vector that values are installed into."""
+
+    def __init__(self, task: Task, batches: Iterator[Any], *, node: str, seed: int) -> None:
+        self.task = task
+        self.node = node
+        self.model = build_model(task, seed)
+        self.vector = Vector(self.model)
+        self.weights = self.vector.weights
+        self.parameter_count = self.vector.parameter_count
+        self.optimizer = task.optimizer(self.model)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TaskError(
+                f"optimizer() of task {type(task).__name__} returned {type(self.optimizer).__name__}: "
+                "return a torch.optim.Optimizer"
+            )
+        self.flat = flatten(self.optimizer, self.vector)
+        self.scheduler = task.scheduler(self.optimizer)
+        self._batches = batches
+        self._steps = 0
+
+    def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
+        self._steps += 1
+        if fresh:
+            self.vector.renew_gradient()
+        else:
+            self.vector.gradient.zero_()
+        try:
+            batch = next(self._batches)
+            if self.weights.device.type != "cpu":
+                batch = _to(batch, self.weights.device)
+            loss = self.task.loss(self.model, batch)
+        except TaskError:
+            raise
+        except Exception as error:
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}, in {place.name})"
+            raise self._error(what, "correct the task's data or its loss()") from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                what = "a tensor without a gradient"
+            raise self._error(f"loss() returned {what}", "return a scalar tensor computed from the model's output")
+        loss.backward()  # type: ignore[no-untyped-call]
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise self._error(f"the loss became {value}", "lower the learning rate, clip gradients or check the data")
+        return self.vector.gather_gradient(), value, self.task.batch_size
+
+    def step(self, gradient: Tensor | None, rate: float) -> None:
+        if gradient is not None and gradient is not self.vector.gradient:
+            if not self.flat:
+                raise UsageError(
+                    f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
+                    "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
+                    "torch.optim.SGD or Adam"
+                )
+            self.load_gradient(gradient)
+        if rate == 1.0:
+            self.optimizer.step()
+        else:
+            usual = [group["lr"] for group in self.optimizer.param_groups]
+            for group in self.optimizer.param_groups:
+                group["lr"] = group["lr"] * rate
+            self.optimizer.step()
+            for group, lr in zip(self.optimizer.param_groups, usual, strict=True):
+                group["lr"] = lr
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def load_gradient(self, gradient: Tensor) -> None:
+        self.vector.gradient.copy_(gradient)
+
+    def state(self) -> dict[str, Any]:
+        return copy.deepcopy(
+            {
+                "optimizer": self.optimizer.state_dict(),
+                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else {},
+            }
+        )
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+
+    def _error(self, what: str, remedy: str) -> TaskError:
+        return TaskError(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
+
+
+class SyntheticLearner:
+    """Slides down the bowl of a `SyntheticTask` by plain gradient descent."""
+
+    def __init__(self, task: SyntheticTask, *, index: int, seed: int) -> None:
+        self.task = task
+        self.weights = torch.ones(task.parameters)
+        self.parameter_count = task.parameters
+        self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        self._gradient = torch.empty(task.parameters)
+
+    def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
+        if fresh:
+            self._gradient = torch.empty(self.parameter_count)
+        self._gradient.normal_(0.0, self.task.noise, generator=self._noise).add_(self.weights)
+        return self._gradient, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size
+
+    def step(self, gradient: Tensor | None, rate: float) -> None:
+        self.weights.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
+
+    def load_gradient(self, gradient: Tensor) -> None:
+        self._gradient.copy_(gradient)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Plain gradient descent has no state."""
+
+
+def build_model(task: Task, seed: int) -> nn.Module:
+    """The task's model as every replica of a run starts with it; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"model() of task {type(task).__name__} returned {type(model).__name__}: return a torch.nn.Module"
+        )
+    return model
+
+
+def flatten(optimizer: torch.optim.Optimizer, vector: Vector) -> bool:
+    """Make an optimizer work on whole runs of the flat vector instead of on one parameter after another.
+
+    The optimizer keeps its class, groups and settings. False, and nothing changed, for one that is not elementwise.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        return False
+    places = {
+        id(parameter): (start, start + parameter.numel())
+        for parameter, start in zip(vector.parameters, vector.positions, strict=False)
+    }
+    for group in optimizer.param_groups:
+        if any(p.requires_grad and id(p) not in places for p in group["params"]):
+            raise TaskError(
+                "the optimizer holds a parameter that is not the model's: make it part of what model() returns"
+            )
+        runs: list[list[int]] = []
+        for start, stop in sorted(places[id(p)] for p in group["params"] if id(p) in places):
+            if runs and runs[-1][1] == start:
+                runs[-1][1] = stop
+            else:
+                runs.append([start, stop])
+        group["params"] = [_FlatRun.of(vector, start, stop) for start, stop in runs]
+        if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and not group.get("foreach"):
+            group["fused"] = not group.get("differentiable", False)
+    optimizer.state.clear()
+    return True
+
+
+class _FlatRun(nn.Parameter):
+    """A run of the vector as an optimizer sees it: its gradient is always the vector's current one."""
+
+    _vector: Vector
+    _start: int
+    _stop: int
+
+    @staticmethod
+    def of(vector: Vector, start: int, stop: int) -> _FlatRun:
+        run = _FlatRun(vector.weights[start:stop])
+        run._vector, run._start, run._stop = vector, start, stop
+        return run
+
+    @property
+    def grad(self) -> Tensor:
+        return self._vector.gradient[self._start : self._stop]
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.grad.zero_() if value is None else self.grad.copy_(value)
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, dict):
+        return {key: _to(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [_to(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

@@ -1,0 +1,311 @@
+"""The contract between a protocol and a runtime: events in, effects out.
+
+A protocol is a set of machines, one for each node of a run. A machine changes its state only in `handle`, which is
+given one event and the time, and returns the effects it wants, in order. It does no input or output and has neither
+clock nor source of randomness, so the same machine runs in the simulator and in a process of its own.
+
+What holds for every machine and every runtime:
+
+- Effects are performed in the order they are returned, all of them before the next event is handled.
+- A machine may read `Seat.weights`, the live vector of its node, while it handles an event; it changes the vector only
+  by effects (`Step`, `Install`). `snapshot()` inside a message stands for the weights as they are when that effect is
+  performed: `[Step(), Send(to, Push(values=snapshot()))]` sends the weights after the step.
+- A tensor inside a `Send`, `Broadcast` or `Reduce` is read-only from then on. A gradient that was sent stays untouched
+  until the next `Compute`; `Compute(fresh=True)` leaves it alone for good and uses another buffer.
+- At most one `Compute` is outstanding per node.
+- Messages between two nodes arrive in the order they were sent, or not at all if one of the two died.
+- After `PeerLost(p)` nothing more of `p` arrives. Names are never used twice: who comes back has a new one.
+- The run ends when the joint node, the one whose vector is the joint model, performs `Finish`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
+
+import msgspec
+from torch import Tensor
+
+
+class Message(msgspec.Struct, frozen=True, tag=True):
+    """What nodes say to each other. Subclasses name their fields; tensors travel as raw frames."""
+
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
+    """Something that happened at this node."""
+
+
+class Started(Event, frozen=True):
+    """The first event of every node. `members` are the nodes present now, this one included."""
+
+    members: tuple[str, ...]
+
+
+class GradientReady(Event, frozen=True):
+    """The outstanding `Compute` is done; `seconds` is how long it took."""
+
+    gradient: Tensor
+    loss: float
+    samples: int
+    seconds: float
+
+
+class Received(Event, frozen=True):
+    """A message that another node sent to this one."""
+
+    sender: str
+    message: Message
+
+
+class Reduced(Event, frozen=True):
+    """At the root: the weighted sum over the contributors of the reduction `tag`. Nobody left gives weight 0."""
+
+    tag: str
+    total: Tensor | None
+    weight: float
+    contributors: tuple[str, ...]
+
+
+class Broadcasted(Event, frozen=True):
+    """At a member: a message that the root (`members[0]`) broadcast."""
+
+    stream: str
+    members: tuple[str, ...]
+    message: Message
+
+
+class TimerFired(Event, frozen=True):
+    """The timer that was set under this name."""
+
+    name: str
+
+
+class PeerJoined(Event, frozen=True):
+    """A node has come while the run goes on."""
+
+    peer: str
+    role: str
+
+
+class PeerLost(Event, frozen=True):
+    """A node has died."""
+
+    peer: str
+
+
+class StopRequested(Event, frozen=True):
+    """At the joint node: the run shall end early, in good order."""
+
+    reason: str
+
+
+# ---- effects --------------------------------------------------------------------------------------------------------
+
+
+class Effect(msgspec.Struct, frozen=True, tag=True):
+    """Something a machine wants done."""
+
+
+class Compute(Effect, frozen=True):
+    """Take the gradient of the next mini-batch at the weights as they are now."""
+
+    fresh: bool = False
+
+
+class Step(Effect, frozen=True):
+    """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once."""
+
+    gradient: Tensor | None = None
+    rate: float = 1.0
+
+
+class Install(Effect, frozen=True):
+    """Overwrite the vector from position `start`."""
+
+    values: Tensor
+    start: int = 0
+
+
+class Send(Effect, frozen=True):
+    """A message to one other node."""
+
+    to: str
+    message: Message
+
+
+class Reduce(Effect, frozen=True):
+    """Take part in the weighted sum `tag` over `members`. The root, `members[0]`, opens it and contributes nothing."""
+
+    tag: str
+    members: tuple[str, ...]
+    values: Tensor | None = None
+    weight: float = 0.0
+
+
+class Broadcast(Effect, frozen=True):
+    """At the root, `members[0]`: one message for all other members, relayed by them.
+
+    A later broadcast on the same stream supersedes an earlier one: a member may be spared the earlier.
+    """
+
+    stream: str
+    members: tuple[str, ...]
+    message: Message
+
+
+class SetTimer(Effect, frozen=True):
+    """Fire once after that time; setting a name again moves it."""
+
+    name: str
+    seconds: float
+
+
+class CancelTimer(Effect, frozen=True):
+    """Forget a timer; an unknown name is fine."""
+
+    name: str
+
+
+class Record(Effect, frozen=True):
+    """Put a row into the run's metrics, and the staleness of each applied gradient into its histogram."""
+
+    values: dict[str, float | int | str] = {}
+    staleness: tuple[int, ...] = ()
+
+
+class Evaluate(Effect, frozen=True):
+    """Have the node's vector evaluated as the joint model, beside training."""
+
+    step: int
+    samples: int
+    final: bool = False
+
+
+class Checkpoint(Effect, frozen=True):
+    """Save the node's vector, its optimizer and the protocol's own state, beside training."""
+
+    step: int
+    samples: int
+    state: dict[str, Any] = {}
+    final: bool = False
+
+
+class Finish(Effect, frozen=True):
+    """This node is done."""
+
+    reason: str
+
+
+# ---- snapshots ------------------------------------------------------------------------------------------------------
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """A copy of part of the vector, yet to be taken."""
+
+    start: int
+    stop: int | None
+
+
+def snapshot(start: int = 0, stop: int | None = None) -> Tensor:
+    """Stands for `weights[start:stop]` at the moment the effect that holds it is performed."""
+    return cast(Tensor, Snapshot(start, stop))
+
+
+# ---- machines and where they sit ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Node:
+    """One place in a run. Nodes on one `host` share its network interface and talk for nothing.
+
+    `index` numbers the workers: it picks a worker's part of the data, and a successor inherits it.
+    """
+
+    name: str
+    role: str
+    computes: bool = False
+    index: int = 0
+    host: str = ""
+    life: int = 1
+
+    def successor(self) -> Node:
+        """Who comes back when this node has died: the same place, another name."""
+        first = self.name.partition("~")[0]
+        return replace(self, name=f"{first}~{self.life + 1}", life=self.life + 1, host=self.host or first)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How far a run goes. Steps are gradients per worker; `first_*` are where an earlier run left off."""
+
+    steps: int
+    evaluate_every: int
+    batch_size: int = 1
+    checkpoint_seconds: float = 60.0
+    first_step: int = 0
+    first_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Seat:
+    """All that a machine is told about its place in a run."""
+
+    node: Node
+    nodes: tuple[Node, ...]
+    weights: Tensor
+    parameter_count: int
+    schedule: Schedule
+    restored: dict[str, Any] | None = None
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The nodes that compute gradients."""
+        return tuple(node.name for node in self.nodes if node.computes)
+
+
+class Machine(Protocol):
+    """One role of a protocol at one node."""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Take in one event; return what to do."""
+        ...
+
+    def check(self) -> None:
+        """Raise `InvariantBroken` if the state is impossible."""
+        ...
+
+
+class Replica(Protocol):
+    """What performs `Compute`, `Step` and `Install` at a node: a learner, or a stand-in with synthetic gradients."""
+
+    weights: Tensor
+    parameter_count: int
+
+    def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
+        """The gradient of the next mini-batch, its loss and its number of samples."""
+        ...
+
+    def step(self, gradient: Tensor | None, rate: float) -> None:
+        """One optimizer step."""
+        ...
+
+    def load_gradient(self, gradient: Tensor) -> None:
+        """Take a gradient as if it had just been computed."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """A copy of the optimizer's state: nested dictionaries and lists of tensors and plain values."""
+        ...
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take up the optimizer where `state` left it."""
+        ...
+
+
+def tensors_of(struct: msgspec.Struct) -> list[Tensor]:
+    """The tensors among a message's fields."""
+    values = (getattr(struct, name) for name in struct.__struct_fields__)
+    return [value for value in values if isinstance(value, Tensor)]

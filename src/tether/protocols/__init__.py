@@ -1,0 +1,15 @@
+"""How learners agree: each file is one protocol, from its rules to its machines, which are pure."""
+
+from __future__ import annotations
+
+from tether.protocols.averaging import Averaging
+from tether.protocols.base import Options
+from tether.protocols.server import Server
+from tether.protocols.single import Single
+
+__all__ = ["Averaging", "Options", "Server", "Single", "known"]
+
+
+def known() -> dict[str, type[Options]]:
+    """Every protocol by its name."""
+    return {options.name: options for options in (Single, Server, Averaging)}

@@ -1,0 +1,214 @@
+"""Synchronous model averaging (SparkNet; MPCA SGD, section 3.1).
+
+A round: the hub broadcasts the joint model; every worker installs it and makes tau steps of its own; the workers'
+vectors are reduced to their mean, which becomes the joint model. Workers stand still while parameters travel.
+
+tau "auto" follows the 1:5 rule: computing takes five times as long as communicating. Rounds begin with tau = 1. A worker
+reports how long it waited between its last step and the next joint model, and how long its steps took. The shortest
+wait of a round is that of the slowest worker, who waits for nobody: it measures communication alone.
+
+A worker that dies is left out of the round in flight; one that comes takes part from the next round on.
+
+Invariants: a worker computes only inside a round and never beyond its tau; rounds never overlap.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from tether.errors import InvariantBroken, UsageError
+from tether.machine import (
+    Broadcast,
+    Broadcasted,
+    Compute,
+    Effect,
+    Event,
+    GradientReady,
+    Install,
+    Machine,
+    Message,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Record,
+    Reduce,
+    Reduced,
+    Seat,
+    Send,
+    Started,
+    Step,
+    StopRequested,
+    snapshot,
+)
+from tether.protocols.base import Options, Pace, option
+
+#: computing takes this many times as long as communicating (SparkNet's rule)
+COMPUTE_PER_COMMUNICATION = 5
+
+
+class Joint(Message, frozen=True):
+    """Hub to all: the joint model, and how many steps to make from it."""
+
+    round: int
+    tau: int
+    values: Tensor
+
+
+class Effort(Message, frozen=True):
+    """Worker to hub, when tau is measured: how long it waited for the round and how long a step took."""
+
+    wait_seconds: float | None
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Averaging(Options):
+    """Every tau steps the workers' models are replaced by their average."""
+
+    tau: int | Literal["auto"] = option("auto", "steps between two averages; 'auto': five times the communication time")
+
+    name = "averaging"
+    summary = "workers train alone for tau steps, then all continue from the average (SparkNet)"
+    messages = (Joint, Effort)
+
+    def __post_init__(self) -> None:
+        if self.tau != "auto" and self.tau < 1:
+            raise UsageError(f"tau must be at least 1 or 'auto', not {self.tau}")
+
+    @classmethod
+    def variants(cls) -> tuple[Options, ...]:
+        return cls(tau=1), cls(tau=4), cls()
+
+    def machine(self, seat: Seat) -> Machine:
+        if seat.node.role == "hub":
+            return AveragingHub(seat, self)
+        return AveragingWorker(measures=self.tau == "auto")
+
+
+class AveragingHub:
+    """Opens rounds and averages."""
+
+    def __init__(self, seat: Seat, options: Averaging) -> None:
+        self.seat = seat
+        self.pace = Pace(seat.schedule)
+        self.present: list[str] = []
+        self.round = -1
+        self.in_round = False
+        self.tau = 1 if options.tau == "auto" else options.tau
+        self._auto = options.tau == "auto"
+        self._efforts: list[Effort] = []
+        self._communication_seconds: float | None = None
+        if seat.restored:
+            self.tau = int(seat.restored["tau"])
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.pace.over:
+            return []
+        match event:
+            case Started(members=members):
+                self.present = [worker for worker in self.seat.workers if worker in members]
+                return self._open_round()
+            case Received(message=Effort() as effort):
+                self._efforts.append(effort)
+            case Reduced(total=total, weight=weight, contributors=contributors):
+                return self._close_round(total, weight, contributors, now)
+            case PeerJoined(peer=peer, role="worker"):
+                self.present.append(peer)
+                return [] if self.in_round else self._open_round()
+            case PeerLost(peer=peer) if peer in self.present:
+                self.present.remove(peer)
+            case StopRequested(reason=reason):
+                return self.pace.finish(reason, {"tau": self.tau})
+        return []
+
+    def _open_round(self) -> list[Effect]:
+        if not self.present:
+            return []
+        self.round += 1
+        self.in_round = True
+        self.tau = min(self.tau, self.pace.steps_left)
+        members = ("hub", *self.present)
+        return [
+            Broadcast("joint", members, Joint(self.round, self.tau, snapshot())),
+            Reduce(f"round {self.round}", members),
+        ]
+
+    def _close_round(
+        self, total: Tensor | None, weight: float, contributors: tuple[str, ...], now: float
+    ) -> list[Effect]:
+        self.in_round = False
+        if total is None:
+            return self._open_round()
+        made = self.tau
+        self._choose_tau()
+        samples = made * len(contributors) * self.seat.schedule.batch_size
+        effects: list[Effect] = [
+            Install(total / weight),
+            Record({"round": self.round, "tau": made, "workers": len(contributors)}),
+            *self.pace.advance(made, samples, now, {"tau": self.tau}),
+        ]
+        return effects if self.pace.over else [*effects, *self._open_round()]
+
+    def _choose_tau(self) -> None:
+        efforts, self._efforts = self._efforts, []
+        waits = [effort.wait_seconds for effort in efforts if effort.wait_seconds is not None]
+        if not self._auto or not waits:
+            return
+        if self._communication_seconds is None:
+            self._communication_seconds = min(waits)
+        else:
+            self._communication_seconds = (self._communication_seconds + min(waits)) / 2
+        step_seconds = statistics.median(effort.step_seconds for effort in efforts)
+        if step_seconds > 0:
+            self.tau = max(1, math.ceil(COMPUTE_PER_COMMUNICATION * self._communication_seconds / step_seconds))
+
+    def check(self) -> None:
+        if self.in_round and not 1 <= self.tau <= self.pace.schedule.steps:
+            raise InvariantBroken(f"round {self.round} has tau {self.tau}")
+        if len(set(self.present)) != len(self.present):
+            raise InvariantBroken(f"a worker is present twice: {self.present}")
+
+
+class AveragingWorker:
+    """Makes tau steps from every joint model it is given."""
+
+    def __init__(self, measures: bool) -> None:
+        self.measures = measures
+        self.round = -1
+        self.tau = 0
+        self.steps = 0
+        self.members: tuple[str, ...] = ()
+        self._compute_seconds = 0.0
+        self._done_at: float | None = None
+        self._wait_seconds: float | None = None
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Broadcasted(members=members, message=Joint(round=round, tau=tau, values=values)):
+                if self.steps < self.tau:
+                    raise InvariantBroken(f"round {round} began while round {self.round} lacked steps")
+                self.round, self.tau, self.members = round, tau, members
+                self.steps, self._compute_seconds = 0, 0.0
+                self._wait_seconds = None if self._done_at is None else now - self._done_at
+                return [Install(values), Compute()]
+            case GradientReady(seconds=seconds):
+                self.steps += 1
+                self._compute_seconds += seconds
+                return [Step(), Compute()] if self.steps < self.tau else self._contribute(now)
+        return []
+
+    def _contribute(self, now: float) -> list[Effect]:
+        self._done_at = now
+        effects: list[Effect] = [Step(), Reduce(f"round {self.round}", self.members, snapshot(), weight=1.0)]
+        if self.measures:
+            effects.append(Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps)))
+        return effects
+
+    def check(self) -> None:
+        if self.steps > self.tau:
+            raise InvariantBroken(f"{self.steps} steps in a round of {self.tau}")

@@ -1,0 +1,82 @@
+"""What every protocol's options have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from tether.machine import Checkpoint, Effect, Evaluate, Finish, Machine, Message, Node, Schedule, Seat
+
+
+def option(default: Any, doc: str) -> Any:
+    """A documented field of an options class."""
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class Options:
+    """A protocol: who takes part, what they say, and the machine of each. Fields are validated when it is made."""
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    messages: ClassVar[tuple[type[Message], ...]] = ()
+    #: the node whose vector is the joint model
+    joint: ClassVar[str] = "hub"
+    #: the joint node steps with gradients of others, so the optimizer must be elementwise
+    steps_at_hub: ClassVar[bool] = False
+    workers_max: ClassVar[int | None] = None
+
+    @classmethod
+    def variants(cls) -> tuple[Options, ...]:
+        """The settings that the conformance kit and the swarm try."""
+        return (cls(),)
+
+    def nodes(self, workers: int) -> tuple[Node, ...]:
+        """A hub and its workers, unless a protocol says otherwise."""
+        return Node("hub", "hub"), *(Node(f"worker-{i}", "worker", computes=True, index=i) for i in range(workers))
+
+    def machine(self, seat: Seat) -> Machine:
+        """The machine for one node."""
+        raise NotImplementedError
+
+
+class Pace:
+    """What the joint node does besides its protocol: count, have the model evaluated and saved, and end the run."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.step = schedule.first_step
+        self.samples = schedule.first_samples
+        self.over = False
+        self._saved_at: float | None = None
+
+    @property
+    def steps_left(self) -> int:
+        return self.schedule.steps - self.step
+
+    def advance(self, steps: int, samples: int, now: float, state: dict[str, Any] | None = None) -> list[Effect]:
+        """Every worker has made so many further steps; `state` is what a checkpoint shall keep of the protocol."""
+        every = self.schedule.evaluate_every
+        evaluations_before = self.step // every
+        self.step += steps
+        self.samples += samples
+        if self.steps_left <= 0:
+            return self.finish("all steps made", state)
+        effects: list[Effect] = []
+        if self.step // every > evaluations_before:
+            effects.append(Evaluate(self.step, self.samples))
+        if self._saved_at is None:
+            self._saved_at = now
+        if now - self._saved_at >= self.schedule.checkpoint_seconds:
+            self._saved_at = now
+            effects.append(Checkpoint(self.step, self.samples, state or {}))
+        return effects
+
+    def finish(self, reason: str, state: dict[str, Any] | None = None) -> list[Effect]:
+        """End the run with the joint model as it is."""
+        self.over = True
+        return [
+            Evaluate(self.step, self.samples, final=True),
+            Checkpoint(self.step, self.samples, state or {}, final=True),
+            Finish(reason),
+        ]

@@ -1,0 +1,140 @@
+"""Every event of a node in a file, and what its machine answered, so that a run can be replayed into fresh machines.
+
+An entry holds the event with its tensors, its time, and a digest of the effects. Replaying feeds the events to a new
+machine, performs only what changes the node's own vector, and compares the digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Generic, TypeVar, Union
+
+import msgspec
+from torch import Tensor
+
+from tether.errors import RunError, UsageError
+from tether.machine import (
+    Broadcasted,
+    Effect,
+    Event,
+    GradientReady,
+    Install,
+    Machine,
+    Message,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Reduced,
+    Replica,
+    Started,
+    Step,
+    StopRequested,
+    TimerFired,
+)
+from tether.vector import raw_bytes
+from tether.wire import Codec
+
+M = TypeVar("M")
+
+
+class _Received(msgspec.Struct, Generic[M], frozen=True, tag="Received"):
+    sender: str
+    message: M
+
+
+class _Broadcasted(msgspec.Struct, Generic[M], frozen=True, tag="Broadcasted"):
+    stream: str
+    members: tuple[str, ...]
+    message: M
+
+
+class _GradientReady(msgspec.Struct, frozen=True, tag="GradientReady"):
+    """With the buffers, which the forward pass may have changed."""
+
+    gradient: Tensor
+    loss: float
+    samples: int
+    seconds: float
+    buffers: Tensor
+
+
+class EventLog:
+    """Writes the entries of one node."""
+
+    def __init__(self, path: Path, replica: Replica) -> None:
+        self._path = path
+        self._path.write_bytes(b"")
+        self._replica = replica
+        self._codec = Codec([Event])
+
+    def __call__(self, event: Event, now: float, effects: list[Effect]) -> None:
+        written: msgspec.Struct = event
+        if isinstance(event, GradientReady):
+            buffers = self._replica.weights[self._replica.parameter_count :]
+            written = _GradientReady(event.gradient, event.loss, event.samples, event.seconds, buffers)
+        frames = [bytes(frame) for frame in self._codec.encode(written)]
+        entry = msgspec.msgpack.encode((now, effects_digest(effects), frames))
+        with self._path.open("ab") as file:
+            file.write(struct.pack("<Q", len(entry)) + entry)
+
+
+def replay(path: Path, messages: tuple[type[Message], ...], machine: Machine, replica: Replica) -> int:
+    """Feed a recorded node's events to a fresh machine; the number of events, or an error where it differs."""
+    position = 0
+    for position, (now, digest, event, buffers) in enumerate(_entries(path, messages), start=1):
+        if isinstance(event, GradientReady):
+            replica.load_gradient(event.gradient)
+            replica.weights[replica.parameter_count :].copy_(buffers)
+        effects = machine.handle(event, now)
+        if effects_digest(effects) != digest:
+            raise RunError(f"{path.stem}: event {position}, {type(event).__name__} at {now:.6g} s, had other effects")
+        for effect in effects:
+            match effect:
+                case Step(gradient=gradient, rate=rate):
+                    replica.step(gradient, rate)
+                case Install(values=values, start=start):
+                    replica.weights[start : start + len(values)].copy_(values)
+    return position
+
+
+def effects_digest(effects: list[Effect]) -> str:
+    """Equal for equal effects, the tensors in them included."""
+    encoder = msgspec.msgpack.Encoder(enc_hook=_digest_tensor)
+    return hashlib.sha256(encoder.encode(effects)).hexdigest()
+
+
+def _digest_tensor(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"no digest of a {type(value).__name__}")
+    return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw_bytes(value)).hexdigest()}"
+
+
+def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[float, str, Event, Tensor]]:
+    union: Any = Union[messages] if messages else None  # noqa: UP007 (built at run time)
+    plain = (Started, Reduced, TimerFired, PeerJoined, PeerLost, StopRequested)
+    codec = Codec([*plain, _GradientReady, _Received[union], _Broadcasted[union]])
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    position = 0
+    while position + 8 <= len(data):
+        length = struct.unpack_from("<Q", data, position)[0]
+        entry = data[position + 8 : position + 8 + length]
+        if len(entry) < length:
+            break  # the process was killed while it wrote
+        now, digest, frames = msgspec.msgpack.decode(entry, type=tuple[float, str, list[bytes]])
+        position += 8 + length
+        event, buffers = codec.decode(frames), Tensor()
+        match event:
+            case _GradientReady():
+                buffers = event.buffers
+                event = GradientReady(event.gradient, event.loss, event.samples, event.seconds)
+            case _Received():
+                event = Received(event.sender, event.message)
+            case _Broadcasted():
+                event = Broadcasted(event.stream, event.members, event.message)
+        yield now, digest, event, buffers

@@ -1,0 +1,163 @@
+"""The run directory: configuration, metrics, trace, checkpoints and logs of one run.
+
+run.json              what was run and how it ended
+metrics.jsonl         one JSON object a line: progress, evaluation, record
+trace.json            spans for Perfetto or chrome://tracing
+checkpoints/step-N/   state.json and tensors.safetensors; complete or not there at all
+logs/NODE.log         what each process printed
+record/NODE.events    every event of a node, when the run was recorded
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tether.errors import UsageError
+from tether.wire import pack_tree, unpack_tree
+
+CHECKPOINTS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that was read."""
+
+    step: int
+    samples: int
+    weights: Tensor
+    state: dict[str, Any]
+    replica_state: dict[str, Any]
+
+
+class RunDirectory:
+    """Where a run is kept."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @staticmethod
+    def create(path: Path | None, name: str) -> RunDirectory:
+        """A new directory: the given one, which must be empty, or one below `runs` with a name that says what it is."""
+        if path is None:
+            stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            candidates = (
+                Path("runs") / f"{name}-{stamp}{suffix}" for suffix in ["", *(f"-{i}" for i in range(2, 10_000))]
+            )
+            path = next(candidate for candidate in candidates if not candidate.exists())
+        elif (path / "run.json").exists():
+            raise UsageError(
+                f"{path} holds a run already: name another directory, or continue it with 'tether resume {path}'"
+            )
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the run directory {path}: {error.strerror}") from None
+        return RunDirectory(path)
+
+    @staticmethod
+    def open(path: Path) -> RunDirectory:
+        """An existing run."""
+        if not (path / "run.json").is_file():
+            raise UsageError(f"{path} is no run directory: it has no run.json")
+        return RunDirectory(path)
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace.json"
+
+    def below(self, folder: str, name: str) -> Path:
+        """A file in one of the folders, which is made if need be."""
+        (self.path / folder).mkdir(exist_ok=True)
+        return self.path / folder / name
+
+    def write_config(self, config: dict[str, Any]) -> None:
+        _write_atomically(self.path / "run.json", json.dumps(config, indent=2, default=str).encode())
+
+    def read_config(self) -> dict[str, Any]:
+        try:
+            config: dict[str, Any] = json.loads((self.path / "run.json").read_bytes())
+        except ValueError as error:
+            raise UsageError(f"{self.path / 'run.json'} is damaged: {error}") from None
+        return config
+
+    def save_checkpoint(
+        self, step: int, samples: int, weights: Tensor, state: dict[str, Any], replica_state: dict[str, Any]
+    ) -> Path:
+        """Write a checkpoint beside the others and only then give it its name."""
+        folder = self.path / "checkpoints"
+        folder.mkdir(exist_ok=True)
+        final = folder / f"step-{step:09d}"
+        partial = folder / f".partial-{os.getpid()}-{step}"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        tensors: list[Tensor] = [weights]
+        tree = {
+            "step": step,
+            "samples": samples,
+            "state": pack_tree(state, tensors),
+            "replica_state": pack_tree(replica_state, tensors),
+        }
+        save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, partial / "tensors.safetensors")
+        _sync(partial / "tensors.safetensors")
+        _write_atomically(partial / "state.json", json.dumps(tree).encode())
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync(folder)
+        for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def load_checkpoint(self) -> Restored | None:
+        """The newest checkpoint that is readable, if there is one."""
+        for path in reversed(self._checkpoints()):
+            try:
+                tree = json.loads((path / "state.json").read_bytes())
+                found = load_file(path / "tensors.safetensors")
+                tensors = [found[str(i)] for i in range(len(found))]
+                return Restored(
+                    tree["step"],
+                    tree["samples"],
+                    tensors[0],
+                    unpack_tree(tree["state"], tensors),
+                    unpack_tree(tree["replica_state"], tensors),
+                )
+            except (OSError, ValueError, KeyError, SafetensorError):
+                continue
+        return None
+
+    def _checkpoints(self) -> list[Path]:
+        folder = self.path / "checkpoints"
+        return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name)) if folder.exists() else []
+
+
+def _write_atomically(path: Path, data: bytes) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

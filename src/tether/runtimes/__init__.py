@@ -1,0 +1,1 @@
+"""Where nodes run: virtual time in one process, or processes on one machine."""

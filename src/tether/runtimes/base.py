@@ -1,0 +1,115 @@
+"""What a run hands to a runtime, and what it gets back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import IO, Any, Protocol
+
+from torch import Tensor
+
+from tether.machine import Checkpoint, Evaluate, Machine, Message, Node, Replica
+from tether.runtimes.interpreter import Recorder
+from tether.trace import Meter, Span
+
+
+class Plan(Protocol):
+    """Who takes part in a run and how each is built. A runtime may build nodes in other processes."""
+
+    nodes: tuple[Node, ...]
+    seed: int
+    vector_bytes: int
+    traced: bool
+
+    @property
+    def joint(self) -> str:
+        """The node that holds the joint model."""
+        ...
+
+    @property
+    def messages(self) -> tuple[type[Message], ...]:
+        """What nodes say to each other."""
+        ...
+
+    @property
+    def steps(self) -> int:
+        """How many steps each worker makes."""
+        ...
+
+    def build(self, node: Node) -> tuple[Machine, Replica]:
+        """The machine and the replica of one node."""
+        ...
+
+    def log(self, name: str) -> IO[bytes] | None:
+        """A file for what a process prints."""
+        ...
+
+    def recorder(self, node: Node, replica: Replica) -> Recorder | None:
+        """Where the node's events are written, if they are."""
+        ...
+
+
+class Observer(Protocol):
+    """The run, as the runtime tells it what happens. Times are seconds since the run began."""
+
+    def meter(self, meter: Meter, now: float) -> None:
+        """The figures of a node so far."""
+        ...
+
+    def record(self, node: str, values: dict[str, float | int | str], now: float) -> None:
+        """A row of metrics."""
+        ...
+
+    def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
+        """The joint model at a moment."""
+        ...
+
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any], now: float) -> None:
+        """A state to save."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something a person should know: a worker died."""
+        ...
+
+    def stop_requested(self) -> str | None:
+        """Why the run shall end early, if it shall."""
+        ...
+
+
+@dataclass
+class Outcome:
+    """How a run ended."""
+
+    weights: Tensor
+    seconds: float
+    reason: str
+    meters: dict[str, Meter] = field(default_factory=dict)
+    spans: dict[str, list[Span]] = field(default_factory=dict)
+    events: int = 0
+
+
+class Runtime(Protocol):
+    """Where nodes run and how messages, time and computation happen."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def workers(self) -> int:
+        """How many workers it has."""
+        ...
+
+    @property
+    def virtual(self) -> bool:
+        """Time is virtual: it stands still while something else is done."""
+        ...
+
+    def execute(self, plan: Plan, observer: Observer) -> Outcome:
+        """Run all nodes until the joint node has finished."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """The settings, for the run directory."""
+        ...

@@ -1,0 +1,113 @@
+"""What the driver of a run and its node processes say to each other, besides the protocol's own messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from torch import Tensor
+
+from tether.machine import Message
+from tether.trace import Meter, Span
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Goes before every message."""
+
+    sender: str
+
+
+# ---- node to driver -------------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """The node is built and its socket is bound."""
+
+
+class Report(Message, frozen=True):
+    """The node's figures so far."""
+
+    meter: Meter
+    now: float
+
+
+class Row(Message, frozen=True):
+    """A row of metrics."""
+
+    values: dict[str, float | int | str]
+    now: float
+
+
+class Evaluation(Message, frozen=True):
+    """The joint model at a moment, to be evaluated."""
+
+    step: int
+    samples: int
+    final: bool
+    weights: Tensor
+    now: float
+
+
+class Saved(Message, frozen=True):
+    """A state to be saved."""
+
+    step: int
+    samples: int
+    final: bool
+    weights: Tensor
+    state: Any
+    replica_state: Any
+    tensors: list[Tensor]
+    now: float
+
+
+class Finished(Message, frozen=True):
+    """The node's machine has finished."""
+
+    reason: str
+    weights: Tensor
+    now: float
+
+
+class Failed(Message, frozen=True):
+    """The node ends because of an error; `kind` is the class of the error."""
+
+    kind: str
+    text: str
+    traceback: str
+
+
+class Bye(Message, frozen=True):
+    """The last word of a node: all it has measured."""
+
+    meter: Meter
+    spans: list[Span]
+
+
+# ---- driver to node -------------------------------------------------------------------------------------------------
+
+
+class Begin(Message, frozen=True):
+    """All members are there."""
+
+    members: tuple[str, ...]
+
+
+class Lost(Message, frozen=True):
+    """A member has died."""
+
+    peer: str
+
+
+class Stop(Message, frozen=True):
+    """End early, in good order."""
+
+    reason: str
+
+
+class End(Message, frozen=True):
+    """The run is over."""
+
+
+FROM_NODE = (Hello, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
+FROM_DRIVER = (Begin, Lost, Stop, End)

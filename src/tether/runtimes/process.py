@@ -1,0 +1,276 @@
+"""One node in a process of its own.
+
+The training thread takes gradients and feeds them to the node itself; the link's thread feeds what is received. Both do
+so under the node's one lock, so a local step costs no thread switch. The lifeline carries first what to build; when it
+closes, the driver is gone and so is this process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import random
+import shutil
+import signal
+import struct
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, Union
+
+import cloudpickle
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from tether.errors import WireError
+from tether.machine import (
+    Checkpoint,
+    Evaluate,
+    Event,
+    GradientReady,
+    Message,
+    Node,
+    PeerLost,
+    Received,
+    Started,
+    StopRequested,
+    TimerFired,
+)
+from tether.runtimes import control
+from tether.runtimes.base import Plan
+from tether.runtimes.collectives import Down, Up
+from tether.runtimes.interpreter import Interpreter
+from tether.runtimes.link import Inbox, Outbox
+from tether.trace import Tracer
+from tether.wire import pack_tree
+
+#: the name under which the driver of a run receives
+DRIVER = "driver"
+#: exit status of a process that has told the driver about its error
+TOLD = 3
+REPORT_SECONDS = 0.25
+
+
+@dataclass
+class Birth:
+    """What a process is told when it starts."""
+
+    path: list[str]
+    node: Node
+    directory: Path
+    threads: int
+    plan: Plan
+
+
+class NodeProcess:
+    """The host of one node: its threads, its links and its clock."""
+
+    bytes_scale = 1.0
+
+    def __init__(self, birth: Birth, context: zmq.Context[Any]) -> None:
+        self.name = birth.node.name
+        types = birth.plan.messages
+        self._inbox = Inbox(context, birth.directory, self.name, [*control.FROM_DRIVER, *types, Up, down_type(types)])
+        self._outbox = Outbox(context, birth.directory, self.name)
+        self._lock = threading.Lock()
+        self._wanted = threading.Condition(self._lock)
+        self._compute: bool | None = None
+        self._over = False
+        self._failure: BaseException | None = None
+        self._began = 0.0
+        self._reported_at = 0.0
+        self._timers: list[tuple[float, str, int]] = []
+        self._settings: dict[str, int] = {}
+        machine, replica = birth.plan.build(birth.node)
+        self._interpreter = Interpreter(
+            self.name,
+            machine,
+            replica,
+            self,
+            tracer=Tracer(birth.plan.traced),
+            recorder=birth.plan.recorder(birth.node, replica),
+        )
+
+    # ---- what the interpreter asks for, always under the lock ----
+
+    def now(self) -> float:
+        return time.monotonic() - self._began
+
+    def send(self, to: str, message: Message) -> None:
+        self._outbox.send(to, message)
+
+    def compute(self, fresh: bool) -> None:
+        self._compute = fresh
+        self._wanted.notify()
+
+    def set_timer(self, name: str, seconds: float | None) -> None:
+        setting = self._settings[name] = self._settings.get(name, 0) + 1
+        if seconds is not None:
+            heapq.heappush(self._timers, (self.now() + seconds, name, setting))
+
+    def record(self, values: dict[str, float | int | str]) -> None:
+        self._tell(control.Row(values, self.now()))
+
+    def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
+        self._tell(control.Evaluation(effect.step, effect.samples, effect.final, weights, self.now()))
+
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
+        tensors: list[Tensor] = []
+        state = pack_tree(effect.state, tensors)
+        packed = pack_tree(replica_state, tensors)
+        self._tell(
+            control.Saved(effect.step, effect.samples, effect.final, weights, state, packed, tensors, self.now())
+        )
+
+    def finish(self, reason: str, weights: Tensor) -> None:
+        self._tell(control.Finished(reason, weights.clone(), self.now()))
+
+    def _tell(self, message: Message) -> None:
+        self._outbox.send(DRIVER, message)
+
+    # ---- the two threads ----
+
+    def run(self) -> None:
+        """The training thread, from hello to goodbye."""
+        self._tell(control.Hello())
+        link = threading.Thread(target=self._listen, name="link", daemon=True)
+        link.start()
+        try:
+            self._train()
+        except Exception as error:
+            self._failure = error
+        if self._failure is not None:
+            raise self._failure
+        with self._lock:
+            self._tell(control.Bye(self._interpreter.meter, self._interpreter.tracer.spans))
+
+    def _train(self) -> None:
+        interpreter, replica = self._interpreter, self._interpreter.replica
+        while True:
+            with self._lock:
+                while self._compute is None and not self._over:
+                    self._wanted.wait()
+                if self._over:
+                    return
+                fresh, self._compute = bool(self._compute), None
+            start = time.monotonic()
+            gradient, loss, samples = replica.compute(fresh)
+            ready = GradientReady(gradient, loss, samples, time.monotonic() - start)
+            with self._lock:
+                if self._over:
+                    return
+                interpreter.feed(ready)
+                if (now := self.now()) - self._reported_at >= REPORT_SECONDS:
+                    self._reported_at = now
+                    self._tell(control.Report(interpreter.meter, now))
+
+    def _listen(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._inbox.socket, zmq.POLLIN)
+        try:
+            while not self._over:
+                if poller.poll(self._milliseconds_to_next_timer()):
+                    self._take_message()
+                self._fire_timers()
+        except Exception as error:
+            with self._lock:
+                self._failure = error
+                self._end()
+
+    def _take_message(self) -> None:
+        try:
+            sender, message = self._inbox.receive()
+        except WireError as error:
+            print(f"refused: {error}", file=sys.stderr)
+            with self._lock:
+                self._interpreter.meter.messages_refused += 1
+            return
+        with self._lock:
+            event: Event
+            match message:
+                case control.Begin(members=members):
+                    self._began = time.monotonic()
+                    event = Started(members)
+                case control.Lost(peer=peer):
+                    self._outbox.forget(peer)
+                    event = PeerLost(peer)
+                case control.Stop(reason=reason):
+                    event = StopRequested(reason)
+                case control.End():
+                    self._end()
+                    return
+                case _:
+                    event = Received(sender, message)
+            self._interpreter.feed(event)
+
+    def _end(self) -> None:
+        self._over = True
+        self._wanted.notify()
+
+    def _milliseconds_to_next_timer(self) -> int | None:
+        with self._lock:
+            return max(0, round((self._timers[0][0] - self.now()) * 1000) + 1) if self._timers else 100
+
+    def _fire_timers(self) -> None:
+        with self._lock:
+            while self._timers and self._timers[0][0] <= self.now():
+                _, name, setting = heapq.heappop(self._timers)
+                if self._settings[name] == setting:
+                    self._interpreter.feed(TimerFired(name))
+
+
+def down_type(types: tuple[type[Message], ...]) -> Any:
+    """The broadcasts that can occur in a protocol with these messages."""
+    return Down[Union[types]] if types else Down[None]  # type: ignore[valid-type]  # noqa: UP007
+
+
+def read_birth(stream: BinaryIO) -> Birth:
+    """What the driver wrote into the lifeline: its module path first, so that the rest can be imported."""
+    path, rest = (stream.read(struct.unpack("<Q", stream.read(8))[0]) for _ in range(2))
+    sys.path[:] = cloudpickle.loads(path)
+    birth: Birth = cloudpickle.loads(rest)
+    return birth
+
+
+def birth_certificate(birth: Birth) -> bytes:
+    """What `read_birth` reads. It goes through a pipe to a child of ours; no pickle ever comes from elsewhere."""
+    parts = (cloudpickle.dumps(birth.path), cloudpickle.dumps(birth))
+    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def _follow_lifeline(stream: BinaryIO, directory: Path) -> None:
+    stream.read()
+    shutil.rmtree(directory, ignore_errors=True)
+    os._exit(1)
+
+
+def main(lifeline: BinaryIO) -> NoReturn:
+    """Be the node that the lifeline describes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    birth = read_birth(lifeline)
+    threading.Thread(target=_follow_lifeline, args=(lifeline, birth.directory), daemon=True).start()
+    torch.set_num_threads(birth.threads)
+    seed = (birth.plan.seed * 1_000_003 + birth.node.index * 7919 + birth.node.life) % 2**32
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    status = 0
+    context: zmq.Context[Any] = zmq.Context()
+    try:
+        NodeProcess(birth, context).run()
+    except Exception as error:
+        status = TOLD
+        told = traceback.format_exc()
+        print(told, file=sys.stderr)
+        Outbox(context, birth.directory, birth.node.name).send(
+            DRIVER, control.Failed(type(error).__name__, str(error), told)
+        )
+    context.destroy(linger=2000)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

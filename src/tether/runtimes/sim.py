@@ -1,0 +1,419 @@
+"""A cluster in virtual time, in one process.
+
+Gradients are real and charged with modelled compute time; every host has a full-duplex network interface with bandwidth
+and latency. Events are handled in the order of (time, sequence number) and all randomness comes from the run's seed, so
+a run repeats bit for bit. After every event the node's invariants are checked, and every tensor is checksummed when it
+is sent and when it is delivered.
+
+The network: a message occupies the sender's interface for bytes/bandwidth, in the order of sending; its head reaches
+the receiver `latency` later and then occupies the receiver's interface for bytes/bandwidth, in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tether import units
+from tether.errors import InvariantBroken, RunError, Stalled, UsageError
+from tether.machine import (
+    Checkpoint,
+    Evaluate,
+    Event,
+    GradientReady,
+    Machine,
+    Message,
+    Node,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Started,
+    StopRequested,
+    TimerFired,
+    tensors_of,
+)
+from tether.runtimes.base import Observer, Outcome, Plan
+from tether.runtimes.collectives import Down
+from tether.runtimes.faults import Fault, Faults
+from tether.runtimes.interpreter import Interpreter, message_bytes
+from tether.trace import Tracer
+from tether.vector import raw_bytes
+
+#: what a message weighs besides its tensors
+HEADER_BYTES = 200
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long a gradient takes: fixed, drawn, per worker, with stragglers."""
+
+    seconds: float = 0.1
+    #: standard deviation over mean of a log-normal draw; 0 is fixed
+    spread: float = 0.0
+    #: workers that are always so many times slower, by name
+    factors: Mapping[str, float] = field(default_factory=dict)
+    #: the chance that a step straggles, and how many times longer it then takes
+    straggle_chance: float = 0.0
+    straggle_factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        if self.seconds <= 0:
+            raise UsageError(f"a step takes some time: step_seconds cannot be {self.seconds}")
+        if self.spread < 0 or not 0 <= self.straggle_chance <= 1:
+            raise UsageError("the spread of step times cannot be negative, nor a chance outside 0..1")
+
+    def draw(self, node: Node, rng: np.random.Generator) -> float:
+        seconds = self.seconds * self.factors.get(node.name, 1.0)
+        if self.spread:
+            sigma = np.sqrt(np.log1p(self.spread**2))
+            seconds *= float(rng.lognormal(-(sigma**2) / 2, sigma))
+        if self.straggle_chance and rng.random() < self.straggle_chance:
+            seconds *= self.straggle_factor
+        return seconds
+
+
+@dataclass(frozen=True)
+class Sim:
+    """Where to run: a simulated cluster. `model_bytes` and `step_seconds` may be those of another, larger model."""
+
+    workers: int = 4
+    link: str | float = "1gbit"
+    latency: str | float = "0.2ms"
+    step_seconds: str | float | StepTime = 0.1
+    model_bytes: str | int | None = None
+    faults: Faults = field(default_factory=Faults)
+    #: check invariants after every event and tensors after every transfer
+    checked: bool = True
+    #: how long it takes until a death is known
+    detect_seconds: float = 0.5
+    #: give up after so many events; 0 is never
+    events_max: int = 0
+    #: intra-operation threads of torch; the number can change the last bits of a result
+    threads: int = 1
+
+    name = "sim"
+    virtual = True
+
+    def __post_init__(self) -> None:
+        if self.workers < 1:
+            raise UsageError(f"workers must be at least 1, not {self.workers}")
+        if units.bytes_per_second(self.link, "the link") <= 0:
+            raise UsageError("the link needs some bandwidth, such as 1gbit")
+        units.seconds(self.latency, "the latency")
+        self.step_time  # noqa: B018 (refuses a bad value now)
+        if self.model_bytes is not None and units.byte_count(self.model_bytes, "model_bytes") <= 0:
+            raise UsageError("model_bytes must be more than 0, such as 7MiB")
+
+    @property
+    def step_time(self) -> StepTime:
+        if isinstance(self.step_seconds, StepTime):
+            return self.step_seconds
+        return StepTime(units.seconds(self.step_seconds, "step_seconds"))
+
+    def execute(self, plan: Plan, observer: Observer) -> Outcome:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            with _own_randomness(plan.seed):
+                return Simulation(self, plan, observer).run()
+        finally:
+            torch.set_num_threads(threads)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "link": self.link,
+            "latency": self.latency,
+            "step_seconds": self.step_time.seconds,
+            "model_bytes": self.model_bytes,
+            "threads": self.threads,
+        }
+
+
+class _Interface:
+    """A host's network interface: until when each direction is taken."""
+
+    def __init__(self) -> None:
+        self.out_free = 0.0
+        self.in_free = 0.0
+
+
+class _Place:
+    """A node in the simulation; also its interpreter's host."""
+
+    def __init__(self, simulation: Simulation, node: Node) -> None:
+        self.simulation = simulation
+        self.node = node
+        self.bytes_scale = simulation.bytes_scale
+        self.died_at: float | None = None
+        self.paused_until = 0.0
+        self.slow_until = 0.0
+        self.slow_factor = 1.0
+        self.rng = np.random.default_rng((simulation.plan.seed, zlib.crc32(node.name.encode())))
+        self.timers: dict[str, int] = {}
+        machine, replica = simulation.plan.build(node)
+        self.interpreter = Interpreter(
+            node.name,
+            machine,
+            replica,
+            self,
+            tracer=Tracer(simulation.plan.traced),
+            recorder=simulation.plan.recorder(node, replica),
+            checked=simulation.settings.checked,
+        )
+
+    def now(self) -> float:
+        return self.simulation.now
+
+    def send(self, to: str, message: Message) -> None:
+        self.simulation.transmit(self, to, message)
+
+    def compute(self, fresh: bool) -> None:
+        gradient, loss, samples = self.interpreter.replica.compute(fresh)
+        seconds = self.simulation.settings.step_time.draw(self.node, self.rng)
+        if self.simulation.now < self.slow_until:
+            seconds *= self.slow_factor
+        ready = GradientReady(gradient, loss, samples, seconds)
+        self.simulation.at(self.simulation.now + seconds, self.deliver, ready)
+
+    def set_timer(self, name: str, seconds: float | None) -> None:
+        setting = self.timers[name] = self.timers.get(name, 0) + 1
+        if seconds is not None:
+            self.simulation.at(self.simulation.now + seconds, self._fire, name, setting)
+
+    def _fire(self, name: str, setting: int) -> None:
+        if self.timers[name] == setting:
+            self.deliver(TimerFired(name))
+
+    def record(self, values: dict[str, float | int | str]) -> None:
+        self.simulation.observer.record(self.node.name, values, self.simulation.now)
+
+    def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
+        self.simulation.observer.evaluate(effect, weights, self.simulation.now)
+        if not effect.final and (reason := self.simulation.observer.stop_requested()):
+            self.simulation.at(self.simulation.now, self.deliver, StopRequested(reason))
+
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
+        self.simulation.observer.checkpoint(effect, weights, replica_state, self.simulation.now)
+
+    def finish(self, reason: str, weights: Tensor) -> None:
+        if self.node.name == self.simulation.plan.joint:
+            self.simulation.reason = reason
+
+    def deliver(self, event: Event) -> None:
+        """Hand an event to the node, later if it is paused, never if it is dead."""
+        simulation = self.simulation
+        if self.died_at is not None:
+            return
+        if simulation.now < self.paused_until:
+            simulation.at(self.paused_until, self.deliver, event)
+            return
+        simulation.events += 1
+        self.interpreter.feed(event)
+        if isinstance(event, GradientReady):
+            simulation.gradient_taken(self)
+
+
+class Simulation:
+    """One run: the heap of things to come."""
+
+    def __init__(self, settings: Sim, plan: Plan, observer: Observer) -> None:
+        self.settings = settings
+        self.plan = plan
+        self.observer = observer
+        self.now = 0.0
+        self.events = 0
+        self.reason: str | None = None
+        model_bytes = settings.model_bytes
+        self.bytes_scale = 1.0 if model_bytes is None else units.byte_count(model_bytes) / plan.vector_bytes
+        self._bandwidth = units.bytes_per_second(settings.link)
+        self._latency = units.seconds(settings.latency)
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._sequence = 0
+        self._cuts: dict[frozenset[str], float] = {}
+        self._drops: dict[tuple[str, str], list[int]] = {}
+        self._restarts_due = 0
+        self._report_every = max(1, plan.steps // 100)
+        settings.faults.check({node.name for node in plan.nodes})
+        self._by_step = [fault for fault in settings.faults.schedule if fault.step is not None]
+        self._places = {node.name: _Place(self, node) for node in plan.nodes}
+        self._interfaces: dict[str, _Interface] = {}
+
+    def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
+        """Something to do at a time; what is due at the same time is done in the order it was asked for."""
+        self._sequence += 1
+        heapq.heappush(self._heap, (time, self._sequence, action, arguments))
+
+    def run(self) -> Outcome:
+        for fault in self.settings.faults.schedule:
+            if fault.kind == "drop":
+                self._drops.setdefault((fault.node, fault.peer), []).append(fault.nth)
+            elif fault.at is not None:
+                self.at(fault.at, self._strike, fault)
+        members = tuple(self._places)
+        for place in list(self._places.values()):
+            self.at(0.0, place.deliver, Started(members))
+        while self.reason is None:
+            if not self._heap:
+                raise Stalled(f"nothing can happen after {self.now:.6g} s and {self.events} events; {self._standing()}")
+            if self.settings.events_max and self.events >= self.settings.events_max:
+                raise Stalled(f"not finished after {self.events} events; {self._standing()}")
+            self.now, _, action, arguments = heapq.heappop(self._heap)
+            action(*arguments)
+        joint = self._places[self.plan.joint].interpreter
+        return Outcome(
+            weights=joint.replica.weights,
+            seconds=self.now,
+            reason=self.reason,
+            meters={name: place.interpreter.meter for name, place in self._places.items()},
+            spans={name: place.interpreter.tracer.spans for name, place in self._places.items()},
+            events=self.events,
+        )
+
+    def transmit(self, sender: _Place, to: str, message: Message) -> None:
+        pair = (sender.node.name, to)
+        if pair in self._drops:
+            self._drops[pair] = [nth - 1 for nth in self._drops[pair]]
+            if 0 in self._drops[pair]:
+                return
+        receiver = self._places[to]
+        checksum = _checksum(message) if self.settings.checked else 0
+        if (sender.node.host or sender.node.name) == (receiver.node.host or to):
+            self.at(self.now, self._hand_over, sender, receiver, message, checksum, self.now)
+            return
+        duration = (message_bytes(message) * self.bytes_scale + HEADER_BYTES) / self._bandwidth
+        interface = self._interface(sender.node)
+        start = max(self.now, interface.out_free)
+        interface.out_free = start + duration
+        name = _title(message)
+        sender.interpreter.tracer.span("out", f"{name} to {to}", start, start + duration)
+        self.at(start + self._latency, self._arrive, sender, receiver, message, checksum, duration, start + duration)
+
+    def _arrive(
+        self, sender: _Place, receiver: _Place, message: Message, checksum: int, duration: float, sent_at: float
+    ) -> None:
+        """The head of a message is at the receiver's interface."""
+        held_until = self._cuts.get(frozenset((sender.node.name, receiver.node.name)), 0.0)
+        if self.now < held_until:
+            self.at(held_until, self._arrive, sender, receiver, message, checksum, duration, sent_at)
+            return
+        interface = self._interface(receiver.node)
+        start = max(self.now, interface.in_free)
+        interface.in_free = start + duration
+        name = _title(message)
+        receiver.interpreter.tracer.span("in", f"{name} from {sender.node.name}", start, start + duration)
+        self.at(interface.in_free, self._hand_over, sender, receiver, message, checksum, sent_at)
+
+    def _hand_over(self, sender: _Place, receiver: _Place, message: Message, checksum: int, sent_at: float) -> None:
+        if sender.died_at is not None and sender.died_at < sent_at:
+            return
+        if self.settings.checked and _checksum(message) != checksum:
+            raise InvariantBroken(
+                f"{sender.node.name} changed a tensor of {_title(message)} after sending it to {receiver.node.name}"
+            )
+        receiver.deliver(Received(sender.node.name, message))
+
+    def _interface(self, node: Node) -> _Interface:
+        return self._interfaces.setdefault(node.host or node.name, _Interface())
+
+    def gradient_taken(self, place: _Place) -> None:
+        """After each gradient: figures for the observer, and faults that were waiting for this step."""
+        steps = place.interpreter.meter.steps
+        if steps % self._report_every == 0:
+            self.observer.meter(place.interpreter.meter, self.now)
+        for fault in self._by_step:
+            if fault.step == steps and fault.node == place.node.name:
+                self.at(self.now, self._strike, fault)
+
+    def _strike(self, fault: Fault) -> None:
+        place = self._places[fault.node]
+        match fault.kind:
+            case "crash" | "restart":
+                self._crash(place, restarts=fault.kind == "restart", after=fault.seconds)
+            case "pause":
+                place.paused_until = max(place.paused_until, self.now + fault.seconds)
+            case "slow":
+                place.slow_until, place.slow_factor = self.now + fault.seconds, fault.factor
+            case "cut":
+                self._cuts[frozenset((fault.node, fault.peer))] = self.now + fault.seconds
+
+    def _crash(self, place: _Place, restarts: bool, after: float) -> None:
+        if place.died_at is not None:
+            return
+        name = place.node.name
+        place.died_at = self.now
+        self.observer.note(f"{name} died at {self.now:.6g} s")
+        if name == self.plan.joint:
+            raise RunError(f"{name}, which holds the joint model, died at {self.now:.6g} s; continue from its backup")
+        if restarts:
+            self._restarts_due += 1
+            successor = place.node.successor()
+            self.at(self.now + after + 2 * self.settings.detect_seconds, self._join, successor)
+        living = [other for other in self._places.values() if other.died_at is None]
+        if not self._restarts_due and not any(other.node.computes for other in living):
+            raise RunError(f"no worker is left: {name} was the last and died at {self.now:.6g} s")
+        for other in living:
+            delay = self.settings.detect_seconds * (1 + float(other.rng.random()))
+            self.at(self.now + delay, other.deliver, PeerLost(name))
+
+    def _join(self, node: Node) -> None:
+        self._restarts_due -= 1
+        others = [other for other in self._places.values() if other.died_at is None]
+        place = self._places[node.name] = _Place(self, node)
+        self.observer.note(f"{node.name} joined at {self.now:.6g} s")
+        self.at(self.now, place.deliver, Started((*(other.node.name for other in others), node.name)))
+        for dead in self._places.values():
+            if dead.died_at is not None:  # some may still be listed as members by nodes that do not know yet
+                self.at(self.now, place.deliver, PeerLost(dead.node.name))
+        for other in others:
+            self.at(self.now, other.deliver, PeerJoined(node.name, node.role))
+
+    def _standing(self) -> str:
+        """What every living node knows, for the error of a run that hangs."""
+        living = [place for place in self._places.values() if place.died_at is None]
+        told = [f"{place.node.name}: {_describe(place.interpreter.machine)}" for place in living[:6]]
+        return "; ".join(told + ([f"and {len(living) - 6} more"] if len(living) > 6 else []))
+
+
+def _describe(machine: Machine) -> str:
+    shown = {
+        name: value
+        for name, value in vars(machine).items()
+        if isinstance(value, int | float | str | set | list | tuple) and not name.startswith("_")
+    }
+    return f"{type(machine).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+
+def _title(message: Message) -> str:
+    return type(message.message if isinstance(message, Down) else message).__name__
+
+
+def _checksum(message: Message) -> int:
+    checksum = 0
+    for tensor in tensors_of(message.message if isinstance(message, Down) else message):
+        checksum = zlib.crc32(raw_bytes(tensor), checksum)
+    return checksum
+
+
+@contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    """Seed the global generators that a task may use, and give the caller's back afterwards."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            np.random.seed(seed % 2**32)
+            random.seed(seed)
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)

@@ -1,0 +1,158 @@
+"""What is trained: model, optimizer, data, loss and metrics. Written by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from tether.errors import TaskError
+
+
+class Task:
+    """Subclass it and fill in `model`, `train_data` and `loss`; the rest has defaults.
+
+    A task is built once and then copied to every process, so keep it small: load data in `train_data`, not in
+    `__init__`.
+    """
+
+    #: samples in a worker's mini-batch
+    batch_size: int = 32
+
+    @property
+    def name(self) -> str:
+        """What a run of this task is called."""
+        return type(self).__name__.lower()
+
+    def model(self) -> nn.Module:
+        """A new model. The random seed is set before the call, so all replicas start equal."""
+        raise self._lacks("model", "a torch.nn.Module")
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The optimizer over the model's parameters; Adam at 0.001 unless you say otherwise."""
+        return torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
+        """A learning-rate schedule, advanced after every optimizer step; none by default."""
+        return None
+
+    def train_data(self) -> Dataset[Any]:
+        """The training samples: any torch Dataset with a length."""
+        raise self._lacks("train_data", "a torch.utils.data.Dataset")
+
+    def collate(self, samples: list[Any]) -> Any:
+        """Makes a batch of samples; as in a DataLoader."""
+        return default_collate(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss of one batch: a scalar tensor."""
+        raise self._lacks("loss", "a scalar tensor")
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        """Metrics of the joint model, taken beside training; none by default."""
+        return {}
+
+    def _lacks(self, method: str, returns: str) -> TaskError:
+        return TaskError(f"task {type(self).__name__} lacks the method {method}(): define it to return {returns}")
+
+
+class SyntheticTask(Task):
+    """No data and no model: a quadratic bowl with noise, for simulations of many nodes."""
+
+    batch_size = 1
+    options: ClassVar[dict[str, str]] = {
+        "parameters": "how many values the vector has",
+        "samples": "how many samples an epoch pretends to have",
+        "noise": "standard deviation of the gradient's noise",
+        "rate": "the learning rate",
+    }
+
+    def __init__(self, parameters: int = 64, samples: int = 10_000, noise: float = 0.1, rate: float = 0.1) -> None:
+        self.parameters = parameters
+        self.samples = samples
+        self.noise = noise
+        self.rate = rate
+
+    @property
+    def name(self) -> str:
+        return "synthetic"
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.register_parameter("position", nn.Parameter(torch.ones(self.parameters)))
+        return model
+
+    def train_data(self) -> Any:
+        return range(self.samples)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
+
+
+def check_data(task: Task, data: Any, workers: int) -> int:
+    """The number of samples, or an error that says why the data cannot be shared among that many workers."""
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+        raise TaskError(
+            f"train_data() of task {type(task).__name__} returned {type(data).__name__}, which has no length or cannot "
+            "be indexed: return a map-style Dataset (len(data) and data[i])"
+        )
+    count = len(data)
+    if count < workers:
+        raise TaskError(
+            f"task {type(task).__name__} has {count} training samples for {workers} workers: "
+            f"every worker needs at least one; use at most {count} workers"
+        )
+    if task.batch_size < 1:
+        raise TaskError(f"batch_size of task {type(task).__name__} is {task.batch_size}; it must be at least 1")
+    return count
+
+
+class Batches:
+    """A worker's endless stream of mini-batches.
+
+    All workers read one endless sequence, a fresh permutation of the data for every epoch, in windows of one
+    mini-batch per worker; worker k takes the k-th part of each window. So k workers with mini-batches of m see in each
+    step exactly what one worker with mini-batches of k*m sees.
+    """
+
+    def __init__(self, task: Task, data: Any, *, seed: int, index: int = 0, count: int = 1, first: int = 0) -> None:
+        self._task = task
+        self._data = data
+        self._length = len(data)
+        self._seed = seed
+        self._position = first + index * task.batch_size
+        self._stride = count * task.batch_size
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        indices = self._indices(self._position, self._position + self._task.batch_size)
+        self._position += self._stride
+        data = self._data
+        if type(data) is TensorDataset and type(self._task).collate is Task.collate:
+            picked = torch.from_numpy(indices)
+            return [tensor[picked] for tensor in data.tensors]
+        if hasattr(data, "__getitems__"):
+            return self._task.collate(data.__getitems__(indices.tolist()))
+        return self._task.collate([data[i] for i in indices.tolist()])
+
+    def _indices(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        parts = []
+        while start < stop:
+            epoch, offset = divmod(start, self._length)
+            order = _permutation(self._seed, epoch, self._length)
+            parts.append(order[offset : offset + stop - start])
+            start += len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+@lru_cache(maxsize=8)
+def _permutation(seed: int, epoch: int, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    return np.random.default_rng((seed, epoch)).permutation(length)

@@ -1,0 +1,142 @@
+"""The tasks that come with Tether, and how a task is found by what the user calls it.
+
+A task's options are the parameters of its constructor. An `options` dict on the class, from parameter to what it is
+for, documents them; types and defaults come from the constructor itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+import types
+from pathlib import Path
+
+import cloudpickle
+
+from tether import settings as _settings
+from tether.errors import TetherError, UsageError, unknown
+from tether.task import SyntheticTask, Task
+from tether.tasks.chars import Chars
+from tether.tasks.cifar import Cifar
+from tether.tasks.digits import Digits
+from tether.tasks.fashion import Fashion
+
+__all__ = ["find", "known", "load", "options"]
+
+
+def known() -> dict[str, type[Task]]:
+    """The built-in tasks by name."""
+    return {"digits": Digits, "fashion": Fashion, "cifar": Cifar, "chars": Chars, "synthetic": SyntheticTask}
+
+
+def load(spec: str, *, data: Path | None = None, settings: dict[str, str] | None = None) -> Task:
+    """The task called `spec`: a built-in name or path/to/file.py:ClassName.
+
+    `data` and `settings` become arguments of its constructor; the texts of `settings` are converted to the types that
+    the constructor's parameters are annotated with.
+    """
+    return _construct(spec, find(spec), data, settings or {})
+
+
+def find(spec: str) -> type[Task]:
+    """The class that `spec` names."""
+    if ":" in spec or spec.endswith(".py"):
+        return _class_in_file(spec)
+    if spec not in known():
+        raise UsageError(f"{unknown('task', spec, known())} A task of your own is given as path/to/file.py:ClassName")
+    return known()[spec]
+
+
+def options(cls: type[Task]) -> list[_settings.Option]:
+    """What can be set on a task, in the order of its constructor."""
+    return _settings.options(cls, getattr(cls, "options", {}))
+
+
+# ---- tasks in the user's files --------------------------------------------------------------------------------------
+
+
+def _class_in_file(spec: str) -> type[Task]:
+    name, colon, class_name = spec.rpartition(":")
+    if not colon or class_name.endswith(".py"):
+        name, class_name = spec, ""
+    path = Path(name).expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(f"task {spec!r}: there is no file {path}")
+    module = _import(path)
+    found = getattr(module, class_name, None) if class_name else None
+    if isinstance(found, type) and issubclass(found, Task):
+        return found
+    if found is None:
+        what = f"has no class {class_name}" if class_name else "is a file: which class of it is the task?"
+    else:
+        what = f"has {class_name}, but that is no subclass of tether.Task"
+    classes = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Task) and c is not Task]
+    have = (
+        "Its tasks: " + ", ".join(f"{name}:{n}" for n in classes) if classes else "No subclass of tether.Task is in it"
+    )
+    raise UsageError(f"{name} {what}. {have}")
+
+
+def _import(path: Path) -> types.ModuleType:
+    """Run a file as a module of its own.
+
+    As with `python file.py`, it may import modules beside it. They and the file itself are pickled by value, so other
+    processes and machines need neither.
+    """
+    name = f"tether_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} is no Python file: a task of your own is given as path/to/file.py:ClassName")
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    before = set(sys.modules)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise UsageError(f"{path} could not be imported: {_describe(error, path)}") from error
+    for other in [sys.modules[n] for n in set(sys.modules) - before] + [module]:
+        file = getattr(other, "__file__", None)
+        if file and Path(file).parent == path.parent:
+            cloudpickle.register_pickle_by_value(other)
+    return module
+
+
+def _describe(error: BaseException, path: Path) -> str:
+    """The exception and the line of the user's file that it came from."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        lines = [error.lineno]
+    where = f" (line {lines[-1]})" if lines else ""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {text}{where}"
+
+
+def _construct(spec: str, cls: type[Task], data: Path | None, texts: dict[str, str]) -> Task:
+    parameters = _settings.parameters(cls)
+    if "data" in texts:
+        raise UsageError(f"the data of task {spec} is not one of its options: pass it as --data")
+    arguments = _settings.arguments(cls, f"task {spec}", texts, hidden=frozenset({"data"}))
+    if data is not None:
+        if "data" not in parameters:
+            raise UsageError(f"task {spec} takes no data: its constructor has no parameter 'data'")
+        path = Path(data).expanduser().resolve()
+        if not path.exists():
+            raise UsageError(f"there is no file or folder {path} to take the data of task {spec} from")
+        arguments["data"] = str(path) if _settings.type_of(cls, parameters["data"]) is str else path
+    missing = [n for n, p in parameters.items() if p.default is p.empty and n not in arguments]
+    if missing:
+        how = "pass --data" if missing == ["data"] else "set it as NAME=VALUE or give it a default"
+        raise UsageError(f"the constructor of task {spec} needs {', '.join(missing)}: {how}")
+    try:
+        return cls(**arguments)
+    except TetherError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        where = Path(inspect.getfile(cls))
+        raise UsageError(f"the constructor of task {spec} failed: {_describe(error, where)}") from error

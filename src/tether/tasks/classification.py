@@ -1,0 +1,91 @@
+"""What every built-in task shares: it tells classes apart, and is judged on samples held out from training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from tether.errors import UsageError, unknown
+from tether.task import Task
+
+
+class Classification(Task):
+    """Cross entropy as loss; error rate and mean loss on `test_data` as metrics; Adam.
+
+    A subclass lists its `networks` and gives `train_data` and `test_data`.
+    """
+
+    #: what each constructor parameter is for, as `tether.tasks.options` lists it
+    options: ClassVar[dict[str, str]] = {
+        "batch_size": "samples in a worker's mini-batch",
+        "learning_rate": "step size of Adam",
+        "network": "architecture of the model",
+    }
+    #: the architectures by name; each value builds a new model
+    networks: ClassVar[dict[str, Callable[..., nn.Module]]]
+    #: samples that go through the model at once in `evaluate`: bounds its memory
+    chunk: ClassVar[int] = 1000
+
+    def __init__(self, *, batch_size: int, learning_rate: float, network: str, data: str | Path | None = None) -> None:
+        if not learning_rate > 0:
+            raise UsageError(f"learning_rate of task {self.name!r} is {learning_rate}; it must be greater than 0")
+        if network not in self.networks:
+            raise unknown(f"{self.name} network", network, self.networks)
+        self.batch_size = batch_size
+        self.learning_rate = learning_rate
+        self.network = network
+        # absolute, because a worker may be started in another folder
+        self.data = None if data is None else Path(data).expanduser().resolve()
+
+    def model(self) -> nn.Module:
+        return self.networks[self.network]()
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+
+    def test_data(self) -> TensorDataset:
+        """The held-out samples, in the form that `train_data` has."""
+        raise self._lacks("test_data", "a torch.utils.data.TensorDataset")
+
+    def examples(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """A batch as what the model is given and the classes it should answer."""
+        inputs, labels = batch
+        return inputs, labels
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        inputs, labels = self.examples(batch)
+        return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        device = next(model.parameters()).device
+        tensors = self._held_out.tensors
+        wrong, loss, count = 0, 0.0, 0
+        training = model.training
+        model.eval()
+        try:
+            with torch.no_grad():
+                for parts in zip(*(torch.split(tensor, self.chunk) for tensor in tensors), strict=True):
+                    inputs, labels = self.examples([part.to(device) for part in parts])
+                    scores, labels = model(inputs).flatten(0, -2), labels.flatten()
+                    wrong += int((scores.argmax(1) != labels).sum())
+                    loss += float(functional.cross_entropy(scores, labels, reduction="sum"))
+                    count += len(labels)
+        finally:
+            model.train(training)
+        return {"error": wrong / count, "loss": loss / count}
+
+    @cached_property
+    def _held_out(self) -> TensorDataset:
+        return self.test_data()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A task is copied to every process: whatever `cached_property` keeps is read again there."""
+        cached = {name for cls in type(self).__mro__ for name, a in vars(cls).items() if isinstance(a, cached_property)}
+        return {name: value for name, value in vars(self).items() if name not in cached}

@@ -1,0 +1,122 @@
+"""The small models of the built-in tasks."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def mlp(*sizes: int) -> nn.Module:
+    """Fully connected layers from the first size to the last."""
+    layers: list[nn.Module] = [nn.Flatten()]
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def cnn(side: int, *channels: int, hidden: int, batch_norm: bool = False, classes: int = 10) -> nn.Module:
+    """Convolutions, each followed by a halving of the sides, then two fully connected layers."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(channels):
+        # BatchNorm has a bias of its own; pooling comes first because what follows then costs a quarter
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=not batch_norm), nn.MaxPool2d(2)]
+        layers += [nn.BatchNorm2d(outputs), nn.ReLU()] if batch_norm else [nn.ReLU()]
+        side //= 2
+    return nn.Sequential(*layers, mlp(channels[-1] * side * side, hidden, classes))
+
+
+def resnet(blocks: int = 1, classes: int = 10) -> nn.Module:
+    """The residual network for 32 x 32 images of He et al. (2015), section 4.2, with 6 * blocks + 2 layers."""
+    layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    inputs = 16
+    for outputs in (16, 32, 64):
+        for _ in range(blocks):
+            layers.append(_Residual(inputs, outputs))
+            inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
+class _Residual(nn.Module):
+    """Two convolutions around which the input is carried; where the width grows, the sides halve."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        stride = 1 if inputs == outputs else 2
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(outputs)
+        self.carry: nn.Module = nn.Identity()
+        if stride == 2:
+            self.carry = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.relu(self.first_norm(self.first(x)))
+        return functional.relu(self.second_norm(self.second(inner)) + self.carry(x))
+
+
+class Transformer(nn.Module):
+    """A causal transformer over symbols: the scores of every next symbol, given those up to it.
+
+    The embedding is also the output layer (one tied weight). There is no dropout: a step depends on nothing but the
+    weights and the batch, so runs repeat.
+    """
+
+    def __init__(self, symbols: int, context: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, width)
+        self.place = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.output = nn.Linear(width, symbols, bias=False)
+        # as an output layer the usual N(0, 1) of an embedding would start with scores of about +-sqrt(width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        nn.init.normal_(self.place, std=0.02)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        x = self.embedding(text) + self.place[: text.shape[1]]
+        scores: Tensor = self.output(self.norm(self.blocks(x)))
+        return scores
+
+
+class _Block(nn.Module):
+    """Attention to the past, then a layer of its own for every place; both added to the input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.attention_in = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.inner = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in self.attention_in(self.attention_norm(x)).chunk(3, dim=-1)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.attention_out(mixed.transpose(1, 2).flatten(-2))
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+class Recurrent(nn.Module):
+    """An LSTM over symbols: the scores of every next symbol, given those up to it."""
+
+    def __init__(self, symbols: int, width: int = 128) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(symbols, width)
+        self.memory = nn.LSTM(width, width, batch_first=True)
+        self.output = nn.Linear(width, symbols)
+
+    def forward(self, text: Tensor) -> Tensor:
+        states, _ = self.memory(self.embedding(text))
+        scores: Tensor = self.output(states)
+        return scores

@@ -1,0 +1,169 @@
+"""Conformance kits: what every protocol and every runtime must pass. For Tether's own tests and for yours.
+
+check_protocol(MyProtocol(), tmp_path)
+check_runtime(lambda workers: MyRuntime(workers), tmp_path)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tether.errors import TaskError
+from tether.machine import Message, tensors_of
+from tether.progress import make_progress
+from tether.protocols import Averaging, Options, Server, Single
+from tether.run import Result, replay_recorded, resume, run
+from tether.runtimes.base import Runtime
+from tether.runtimes.faults import Faults
+from tether.runtimes.sim import Sim, StepTime
+from tether.task import Task
+from tether.wire import Codec
+
+
+class Blobs(Task):
+    """Two clouds of points and a small network with BatchNorm: learns in a moment, and has buffers."""
+
+    def __init__(self, batch_size: int = 16, norm: bool = True, momentum: float = 0.9) -> None:
+        self.batch_size = batch_size
+        self.norm = norm
+        self.momentum = momentum
+
+    def model(self) -> nn.Module:
+        norm: nn.Module = nn.BatchNorm1d(8) if self.norm else nn.Identity()
+        return nn.Sequential(nn.Linear(2, 8), norm, nn.ReLU(), nn.Linear(8, 2))
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=self.momentum)
+
+    def train_data(self) -> TensorDataset:
+        noise = torch.Generator().manual_seed(1)
+        labels = torch.arange(1000) % 2
+        points = torch.randn(1000, 2, generator=noise) + 3.0 * labels[:, None]
+        return TensorDataset(points, labels)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        points, labels = batch
+        return nn.functional.cross_entropy(model(points), labels)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        points, labels = self.train_data().tensors
+        model.eval()
+        with torch.no_grad():
+            wrong = (model(points).argmax(1) != labels).float().mean()
+        model.train()
+        return {"error": float(wrong)}
+
+
+def train_quietly(task: Task, protocol: Options, on: Runtime, directory: Path, **goal: Any) -> Result:
+    """A run that shows nothing, in a directory of that name."""
+    return run(task, protocol, on, run_dir=directory, progress=make_progress(quiet=True), **goal)
+
+
+def check_protocol(options: Options, directory: Path) -> None:
+    """Every promise that can be tried on any protocol, in the simulator."""
+    workers = options.workers_max or 4
+    uneven = Sim(workers=workers, step_seconds=StepTime(0.1, spread=0.5), link="10mbit")
+    first = train_quietly(Blobs(), options, uneven, directory / "first", steps=40, record=True)
+    assert first.figures["steps"] == 40, f"made {first.figures['steps']} steps of 40"
+    assert first.metrics["error"] < 0.1, f"did not learn: {first.metrics}"
+
+    again = train_quietly(Blobs(), options, uneven, directory / "again", steps=40, trace=False)
+    assert again.figures["digest"] == first.figures["digest"], "a seed does not repeat, or tracing changes the result"
+    other = train_quietly(Blobs(), options, uneven, directory / "other", steps=40, seed=1)
+    assert other.figures["digest"] != first.figures["digest"], "the seed has no influence"
+
+    events = replay_recorded(directory / "first", Blobs())
+    assert all(count > 0 for count in events.values()), f"nothing was recorded: {events}"
+
+    stopped = train_quietly(Blobs(), options, uneven, directory / "stopped", until="error<0.5", evaluate_every=0.1)
+    assert stopped.figures["reason"] == "error<0.5 reached", stopped.figures["reason"]
+
+    further = resume(directory / "first", Blobs(), steps=60, progress=make_progress(quiet=True))
+    assert further.figures["steps"] == 60, f"resumed to step {further.figures['steps']}, not 60"
+    if workers > 1:
+        fewer = resume(directory / "again", Blobs(), workers=2, steps=50, progress=make_progress(quiet=True))
+        assert fewer.figures["workers"] == 2
+        _check_faults(options, uneven, directory)
+
+
+def _check_faults(options: Options, sim: Sim, directory: Path) -> None:
+    schedules = {
+        "crash": Faults().crash("worker-1", step=5),
+        "first step": Faults().crash("worker-0", step=1).crash("worker-1", at=0.0),
+        "restart": Faults().restart("worker-2", step=3, seconds=1.0),
+        "pause": Faults().pause("worker-3", at=0.7, seconds=60),
+        "slow": Faults().slow("worker-0", 10),
+        "cut": Faults().cut("worker-1", options.joint, at=0.5, seconds=5),
+    }
+    for name, faults in schedules.items():
+        result = train_quietly(Blobs(), options, replace(sim, faults=faults), directory / name, steps=40)
+        assert result.figures["steps"] == 40, f"{name}: made {result.figures['steps']} steps of 40"
+        assert result.metrics["error"] < 0.1, f"{name}: did not learn: {result.metrics}"
+
+
+def check_messages(options: Options, examples: list[Message]) -> None:
+    """A protocol's messages survive the wire, and each of its types is among the examples."""
+    assert {type(example) for example in examples} == set(options.messages), "an example of every message is needed"
+    codec = Codec(options.messages)
+    for example in examples:
+        back = codec.decode([bytes(frame) for frame in codec.encode(example)])
+        assert type(back) is type(example)
+        for sent, received in zip(tensors_of(example), tensors_of(back), strict=True):
+            assert torch.equal(sent, received)
+
+
+def check_runtime(make: Callable[[int], Runtime], directory: Path) -> None:
+    """Every promise that can be tried on any runtime, with the protocols there are."""
+    _check_hardsync(make, directory)
+    averaged = train_quietly(Blobs(), Averaging(tau=5), make(3), directory / "averaging", steps=40, record=True)
+    assert averaged.metrics["error"] < 0.1, f"did not learn: {averaged.metrics}"
+    assert averaged.figures["steps"] == 40
+    replay_recorded(directory / "averaging", Blobs())
+    figures = averaged.figures
+    assert figures["bytes_sent"] == figures["bytes_received"] > 0
+    assert 0 < figures["utilization"]["mean"] <= 1 and 0 < figures["overlap"] <= 1
+    assert (directory / "averaging" / "trace.json").exists()
+
+    automatic = train_quietly(Blobs(), Averaging(), make(2), directory / "auto", steps=60)
+    assert automatic.figures["steps"] == 60
+
+    until = train_quietly(Blobs(), Single(), make(1), directory / "until", until="error<0.5", evaluate_every=0.1)
+    assert until.figures["reason"] == "error<0.5 reached"
+
+    try:
+        train_quietly(_Explodes(), Averaging(tau=2), make(2), directory / "nan", steps=40)
+    except TaskError as error:
+        assert "worker-" in str(error) and "step 4" in str(error) and "nan" in str(error), str(error)
+    else:
+        raise AssertionError("a loss of NaN was not noticed")
+
+
+def _check_hardsync(make: Callable[[int], Runtime], directory: Path) -> None:
+    """Rudra, equation 7: 4 learners of mini-batch 16 equal one of mini-batch 64."""
+    alone = train_quietly(Blobs(64, norm=False), Single(), make(1), directory / "alone", steps=50)
+    together = train_quietly(Blobs(16, norm=False), Server(sync="hard"), make(4), directory / "together", steps=50)
+    difference = largest_difference(alone.model, together.model)
+    assert difference < 1e-5, f"hardsync differs from one learner by {difference}"
+    assert together.figures["staleness"]["histogram"] == {"0": 200}
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """Between corresponding values of two models."""
+    pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs)
+
+
+class _Explodes(Blobs):
+    """The fourth loss of every model is NaN."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss = super().loss(model, batch)
+        taken = vars(model)["losses_taken"] = vars(model).get("losses_taken", 0) + 1
+        return loss * float("nan") if taken == 4 else loss

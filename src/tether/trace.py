@@ -1,0 +1,101 @@
+"""What is measured: a meter for every node, and spans of time that a browser can draw.
+
+A `Meter` counts what section "What is measured" of the architecture lists; it travels from the node to the run.
+`write_chrome_trace` writes spans in the format that Perfetto and chrome://tracing open.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+#: spans kept per node; later ones are counted but not kept
+SPANS_MAX = 50_000
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that took time at a node, on one of its lanes (compute, out, in, collective)."""
+
+    lane: str
+    name: str
+    start: float
+    stop: float
+
+
+class Meter(msgspec.Struct):
+    """The figures of one node so far. Seconds are virtual in the simulator."""
+
+    node: str
+    steps: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+    compute_seconds: float = 0.0
+    #: time in which the node could have computed but waited for an exchange
+    wait_seconds: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    messages_sent: int = 0
+    messages_refused: int = 0
+    staleness: dict[int, int] = {}
+
+    def utilization(self, seconds: float) -> float:
+        """Compute seconds over all seconds."""
+        return self.compute_seconds / seconds if seconds > 0 else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Compute seconds over compute seconds plus those spent waiting for an exchange (Rudra, table 1)."""
+        busy = self.compute_seconds + self.wait_seconds
+        return self.compute_seconds / busy if busy > 0 else 1.0
+
+    def took_gradient(self, loss: float, samples: int, seconds: float) -> None:
+        self.steps += 1
+        self.samples += samples
+        self.compute_seconds += seconds
+        self.loss = loss if self.steps == 1 else 0.95 * self.loss + 0.05 * loss
+
+    def applied(self, staleness: Iterable[int]) -> None:
+        for value in staleness:
+            self.staleness[value] = self.staleness.get(value, 0) + 1
+
+
+class Tracer:
+    """Collects the spans of one node."""
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.spans: list[Span] = []
+        self.dropped = 0
+
+    def span(self, lane: str, name: str, start: float, stop: float) -> None:
+        if not self.enabled:
+            return
+        if len(self.spans) < SPANS_MAX:
+            self.spans.append(Span(lane, name, start, stop))
+        else:
+            self.dropped += 1
+
+
+def write_chrome_trace(path: Path, spans: dict[str, list[Span]], origin: float = 0.0) -> None:
+    """One process per node, one thread per lane, times in microseconds since `origin`."""
+    events: list[dict[str, object]] = []
+    for pid, node in enumerate(sorted(spans)):
+        lanes = sorted({span.lane for span in spans[node]})
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "args": {"name": node}})
+        for tid, lane in enumerate(lanes):
+            events.append({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": lane}})
+        for span in spans[node]:
+            events.append(
+                {
+                    "ph": "X",
+                    "name": span.name,
+                    "pid": pid,
+                    "tid": lanes.index(span.lane),
+                    "ts": round((span.start - origin) * 1e6, 3),
+                    "dur": round((span.stop - span.start) * 1e6, 3),
+                }
+            )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -1,0 +1,103 @@
+"""All trainable parameters of a module as one flat tensor that they are views of.
+
+Layout: the trainable parameters in the order of `named_parameters` (a tied weight once, frozen ones left out), and
+behind them the persistent floating-point buffers, such as BatchNorm's running mean. Integer buffers and buffers of
+another precision stay with their module. Gradients have a flat tensor of their own, as long as the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import torch
+from torch import Tensor, nn
+
+from tether.errors import TaskError
+
+
+class Vector:
+    """A module's parameters and buffers, flat. Changing `weights` changes the module and the other way round."""
+
+    def __init__(self, module: nn.Module) -> None:
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        if not named:
+            raise TaskError(
+                f"the model {type(module).__name__} has no trainable parameter: "
+                "return a module from model() in which some parameter has requires_grad=True"
+            )
+        self.parameters: list[nn.Parameter] = [p for _, p in named]
+        _require_one_kind(named)
+        first = self.parameters[0]
+        buffers = [b for b in _persistent_buffers(module) if b.dtype == first.dtype and b.device == first.device]
+        sizes = [p.numel() for p in self.parameters]
+        self.parameter_count = sum(sizes)
+        self.weights: Tensor = torch.cat([t.detach().reshape(-1) for t in [*self.parameters, *buffers]])
+        self.positions: list[int] = []
+        position = 0
+        for tensor in [*self.parameters, *buffers]:
+            self.positions.append(position)
+            end = position + tensor.numel()
+            tensor.data = self.weights[position:end].view(tensor.shape)
+            position = end
+        self.renew_gradient()
+
+    def renew_gradient(self) -> None:
+        """Put the gradients into a new buffer; the old one keeps its values for whoever still holds it."""
+        self.gradient = torch.zeros(self.parameter_count, dtype=self.weights.dtype, device=self.weights.device)
+        self._gradient_views: list[Tensor] = []
+        for parameter, start in zip(self.parameters, self.positions, strict=False):
+            view = self.gradient[start : start + parameter.numel()].view(parameter.shape)
+            parameter.grad = view
+            self._gradient_views.append(view)
+
+    def gather_gradient(self) -> Tensor:
+        """The flat gradient after a backward pass, whatever the pass did to `parameter.grad`."""
+        for parameter, view in zip(self.parameters, self._gradient_views, strict=True):
+            if parameter.grad is not view:
+                if parameter.grad is None:
+                    view.zero_()
+                else:
+                    view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+                parameter.grad = view
+        return self.gradient
+
+
+def shards(length: int, count: int) -> list[slice]:
+    """Cut a vector into `count` shards whose lengths differ by at most one, regardless of layers."""
+    edges = [length * i // count for i in range(count + 1)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(edges)]
+
+
+def digest(values: Tensor) -> str:
+    """SHA-256 of the bytes."""
+    return hashlib.sha256(raw_bytes(values)).hexdigest()
+
+
+def raw_bytes(values: Tensor) -> memoryview:
+    """The tensor's memory, copied only if it is not contiguous memory of the CPU already."""
+    flat = values.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+def _persistent_buffers(module: nn.Module) -> list[Tensor]:
+    """Each floating-point buffer that `state_dict` would keep, once."""
+    found: dict[int, Tensor] = {}
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set and buffer.is_floating_point():
+                found.setdefault(id(buffer), buffer)
+    return list(found.values())
+
+
+def _require_one_kind(named: list[tuple[str, nn.Parameter]]) -> None:
+    first_name, first = named[0]
+    for name, parameter in named:
+        if parameter.dtype != first.dtype or parameter.device != first.device:
+            raise TaskError(
+                f"parameter {name!r} is {parameter.dtype} on {parameter.device} but {first_name!r} is {first.dtype} on "
+                f"{first.device}; Tether keeps all trainable parameters in one flat tensor: convert the model with "
+                ".to(dtype) or .to(device), or freeze the odd ones with requires_grad_(False)"
+            )
+        if not parameter.is_floating_point():
+            raise TaskError(f"parameter {name!r} is {parameter.dtype}; trainable parameters must be floating-point")

@@ -1,0 +1,118 @@
+"""Typed messages as frames of bytes, and back.
+
+The first frame is msgpack of a struct of a known type; every tensor in it is a frame of its own, sent without a copy.
+What comes in is checked against the types and sizes before anything is built of it; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar, Union
+
+import msgspec
+import torch
+from torch import Tensor
+
+from tether.errors import WireError
+from tether.vector import raw_bytes
+
+Frame = bytes | memoryview
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int64)
+}
+
+
+class Codec:
+    """Encodes and decodes the given message types. Not thread-safe: one for each direction and thread."""
+
+    def __init__(self, types: Iterable[type[msgspec.Struct]], *, frame_bytes_max: int = 1 << 34) -> None:
+        self._frame_bytes_max = frame_bytes_max
+        self._frames: Sequence[Frame] = ()
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=self._encode_tensor)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(
+            Union[tuple(types)],  # noqa: UP007 (built at run time)
+            dec_hook=self._decode_tensor,
+        )
+
+    def encode(self, message: msgspec.Struct) -> list[Frame]:
+        """The message's frames. Its tensors must not change until the frames are gone."""
+        frames: list[Frame] = [b""]
+        self._frames = frames
+        frames[0] = self._encoder.encode(message)
+        return frames
+
+    def decode(self, frames: Sequence[Frame]) -> Any:
+        """The message in the frames. Its tensors are views of them."""
+        if not frames:
+            raise WireError("a message without frames")
+        for frame in frames:
+            if len(frame) > self._frame_bytes_max:
+                raise WireError(f"a frame of {len(frame)} bytes; at most {self._frame_bytes_max} are taken")
+        self._frames = frames
+        try:
+            return self._decoder.decode(frames[0])
+        except msgspec.MsgspecError as error:
+            raise WireError(f"malformed message: {error}") from error
+        finally:
+            self._frames = ()
+
+    def _encode_tensor(self, value: Any) -> tuple[int, str, list[int]]:
+        if not isinstance(value, Tensor):
+            raise WireError(f"a {type(value).__name__} cannot travel in a message")
+        assert isinstance(self._frames, list)
+        self._frames.append(raw_bytes(value))
+        return len(self._frames) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)
+
+    def _decode_tensor(self, kind: type, header: Any) -> Tensor:
+        if kind is not Tensor:
+            raise WireError(f"no decoder for {kind}")
+        index, name, shape = msgspec.convert(header, tuple[int, str, list[int]])
+        if not 1 <= index < len(self._frames) or name not in _DTYPES or any(n < 0 for n in shape):
+            raise WireError(f"malformed tensor header {header!r}")
+        dtype, frame = _DTYPES[name], self._frames[index]
+        if math.prod(shape) * dtype.itemsize != len(frame):
+            raise WireError(f"a tensor of shape {shape} and type {name} in a frame of {len(frame)} bytes")
+        if not len(frame):
+            return torch.empty(shape, dtype=dtype)
+        writable = bytearray(frame) if isinstance(frame, bytes) or frame.readonly else frame
+        return torch.frombuffer(writable, dtype=dtype).view(shape)
+
+
+def payload_bytes(tensors: Iterable[Tensor]) -> int:
+    """What these tensors weigh on the wire."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def pack_tree(value: Any, tensors: list[Tensor]) -> Any:
+    """Nested dictionaries and lists as plain values, with the tensors taken out into `tensors`."""
+    match value:
+        case Tensor():
+            tensors.append(value)
+            return {"$": "tensor", "at": len(tensors) - 1}
+        case dict():
+            return {"$": "dict", "items": [[key, pack_tree(item, tensors)] for key, item in value.items()]}
+        case tuple():
+            return {"$": "tuple", "items": [pack_tree(item, tensors) for item in value]}
+        case list():
+            return [pack_tree(item, tensors) for item in value]
+        case None | bool() | int() | float() | str():
+            return value
+    raise WireError(f"a {type(value).__name__} cannot be saved: {value!r}")
+
+
+def unpack_tree(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `pack_tree`."""
+    match value:
+        case {"$": "tensor", "at": position}:
+            return tensors[position]
+        case {"$": "dict", "items": items}:
+            return {key: unpack_tree(item, tensors) for key, item in items}
+        case {"$": "tuple", "items": items}:
+            return tuple(unpack_tree(item, tensors) for item in items)
+        case list():
+            return [unpack_tree(item, tensors) for item in value]
+    return value

@@ -1,0 +1,278 @@
+"""The display of a run: what it shows, how often, and that it costs nothing when nothing is to be shown."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from tether.progress import LineProgress, LiveProgress, Progress, make_progress
+from tether.trace import Meter
+
+
+class Clock:
+    """The wall, as far as a test is concerned."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.reads = 0
+
+    def __call__(self) -> float:
+        self.reads += 1
+        return self.now
+
+
+def terminal(width: int = 100, height: int = 40) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None, _environ={})
+
+
+def pipe() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, _environ={})
+
+
+def written(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def names(count: int) -> list[str]:
+    return [f"worker-{i}" for i in range(count)]
+
+
+def picture(progress: Progress, width: int = 100) -> str:
+    """What the terminal would show now."""
+    console = Console(file=io.StringIO(), width=width, color_system=None, _environ={})
+    console.print(progress)
+    return written(console)
+
+
+def steps(progress: Progress, workers: Sequence[str], count: int, time: float, batch: int = 10) -> None:
+    for worker in workers:
+        progress.meter(Meter(worker, count, count * batch, loss=0.5, compute_seconds=0.9 * time), time)
+
+
+# ---- which display --------------------------------------------------------------------------------------------------
+
+
+def test_a_quiet_run_shows_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    with make_progress(quiet=True) as progress:
+        progress.begin("digits", names(2), 10)
+        steps(progress, names(2), 5, time=1.0)
+        progress.evaluation({"error": 0.1}, 1.0, 5)
+        progress.note("a note")
+        progress.end("finished")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_terminal_gets_the_live_display_and_a_pipe_gets_lines() -> None:
+    assert isinstance(make_progress(terminal()), LiveProgress)
+    assert isinstance(make_progress(pipe()), LineProgress)
+
+
+def test_without_a_console_it_writes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    make_progress().begin("digits", names(2), 10)
+    assert capsys.readouterr() == ("", "digits: 2 workers, 10 steps each\n")
+
+
+def test_forced_colours_do_not_bring_an_animation_into_a_log(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert isinstance(make_progress(), LineProgress)
+
+
+# ---- plain lines ----------------------------------------------------------------------------------------------------
+
+
+def test_lines_come_at_the_beginning_for_every_evaluation_and_at_the_end() -> None:
+    console, clock = pipe(), Clock()
+    with make_progress(console, clock=clock) as progress:
+        progress.begin("digits: mpca x2 (local)", names(2), 1000)
+        steps(progress, names(2), 100, time=1.0)
+        progress.evaluation({"error": 0.25, "loss": 1.5}, 1.25, 100)
+        progress.note("worker-1 [lost]")
+        progress.end("finished")
+    assert written(console).splitlines() == [
+        "digits: mpca x2 (local): 2 workers, 1,000 steps each",
+        "step 100, 1.2 s: error 0.2500  loss 1.5000",
+        "worker-1 [lost]",
+        "finished",
+    ]
+
+
+def test_at_most_one_progress_line_comes_in_five_seconds_of_wall_time() -> None:
+    console, clock = pipe(), Clock()
+    progress = make_progress(console, clock=clock)
+    progress.begin("digits", names(2), 1000)
+    for tick in range(1, 161):  # twenty seconds on the wall, 160 of the run
+        clock.now += 0.125
+        steps(progress, names(2), tick, time=float(tick))
+    lines = [line for line in written(console).splitlines() if "samples/s" in line]
+    assert [re.findall(r"\S+ elapsed", line) for line in lines] == [
+        ["0:05 elapsed"],
+        ["0:10 elapsed"],
+        ["0:15 elapsed"],
+    ]
+
+
+def test_a_progress_line_tells_rate_in_the_runs_time_and_time_left_on_the_wall() -> None:
+    console, clock = pipe(), Clock()
+    progress = make_progress(console, clock=clock)
+    progress.begin("digits", names(2), 112)
+    for tick in range(1, 51):
+        clock.now += 0.125
+        steps(progress, names(2), tick, time=2.0 * tick)
+    line = next(line for line in written(console).splitlines() if "samples/s" in line)
+    # 2 workers of 10 samples a step, a step in 2 virtual seconds; 72 of 112 steps are left at 8 a second
+    assert line == " 36%  loss 0.5000  10.0 samples/s  0:05 elapsed  0:09 left"
+
+
+def test_a_long_line_is_not_wrapped() -> None:
+    console = pipe()
+    make_progress(console).note("word " * 100)
+    assert len(written(console).splitlines()) == 1
+
+
+# ---- the live display -----------------------------------------------------------------------------------------------
+
+
+def live(workers: int, goal: int = 1000, console: Console | None = None) -> tuple[LiveProgress, Clock]:
+    clock = Clock()
+    progress = LiveProgress(console or terminal(), clock)
+    progress.begin("digits: mpca", names(workers), goal)
+    return progress, clock
+
+
+def test_the_picture_shows_bar_workers_and_the_joint_models_metrics() -> None:
+    progress, clock = live(2)
+    with progress:
+        steps(progress, names(2), 100, time=1.0)
+        picture(progress)
+        clock.now += 10
+        progress.meter(Meter("worker-0", 300, 3000, 0.25, compute_seconds=8.8), 11.0)
+        progress.meter(Meter("worker-1", 500, 5000, 0.75, compute_seconds=5.5), 11.0)
+        progress.evaluation({"error": 0.125}, 10.0, 350)
+        shown = picture(progress)
+    assert "digits: mpca" in shown
+    assert " 40%  600 samples/s  0:10 elapsed  0:20 left" in shown
+    assert re.search(r"worker-0 +300 +0.2500 +200 +80%", shown)
+    assert re.search(r"worker-1 +500 +0.7500 +400 +50%", shown)
+    assert "joint model  error 0.1250  at step 350, 10.0 s" in shown
+
+
+def test_before_the_first_step_workers_are_starting_and_nothing_is_guessed() -> None:
+    progress, clock = live(2)
+    with progress:
+        clock.now += 3
+        shown = picture(progress)
+    assert " 0%  - samples/s  0:03 elapsed  -:-- left" in shown
+    assert shown.count("starting") == 2
+
+
+def test_starting_up_does_not_count_for_the_time_left() -> None:
+    progress, clock = live(1, goal=100)
+    with progress:
+        clock.now += 1000
+        steps(progress, names(1), 1, time=1000.0)
+        picture(progress)
+        clock.now += 9
+        steps(progress, names(1), 10, time=1009.0)
+        assert "1:30 left" in picture(progress)
+
+
+def test_a_straggler_shows_in_the_recent_rate() -> None:
+    progress, clock = live(1, goal=10_000)
+    with progress:
+        for second in range(1, 41):  # 100 samples a second, later 10
+            clock.now += 1
+            samples = 100 * min(second, 20) + 10 * max(0, second - 20)
+            progress.meter(Meter("worker-0", second, samples, 0.5), float(second))
+            shown = picture(progress)
+    assert "  10.0 samples/s" in shown
+
+
+@pytest.mark.parametrize(("workers", "shown", "more"), [(16, 16, None), (17, 8, 9), (2000, 8, 1992)])
+def test_more_than_sixteen_workers_are_cut_to_eight(workers: int, shown: int, more: int | None) -> None:
+    progress, _ = live(workers)
+    with progress:
+        text = picture(progress)
+    assert len(re.findall(r"^worker-\d", text, re.MULTILINE)) == shown
+    assert (f"... and {more:,} more" in text) if more else ("more" not in text)
+
+
+@pytest.mark.parametrize("height", [10, 12, 24])
+def test_the_picture_is_lower_than_the_terminal(height: int) -> None:
+    progress, _ = live(16, console=terminal(height=height))
+    with progress:
+        steps(progress, names(16), 10, time=1.0)
+        progress.evaluation({"error": 0.125}, 10.0, 350)
+        text = picture(progress)
+    assert len(text.splitlines()) < height
+    assert "worker-0" in text and "joint model" in text
+
+
+def test_no_line_is_wider_than_a_narrow_terminal() -> None:
+    progress, _ = live(4, console=terminal(width=60))
+    with progress:
+        steps(progress, names(4), 999, time=1.0)
+        progress.evaluation({f"metric-{i}": 0.125 for i in range(20)}, 10.0, 350)
+        lines = picture(progress, width=60).splitlines()
+    assert max(map(len, lines)) <= 60
+    assert len(lines) == 10  # title, bar, blank, heading, four workers, blank, metrics: nothing was wrapped
+
+
+def test_a_hub_is_no_worker_but_one_who_joins_late_is() -> None:
+    progress, _ = live(1, goal=100)
+    with progress:
+        steps(progress, names(1), 50, time=1.0)
+        progress.meter(Meter("hub"), 1.0)
+        assert " 50% " in picture(progress) and "hub" not in picture(progress)
+        steps(progress, ["worker-9"], 30, time=1.0)
+        assert " 40% " in picture(progress) and "worker-9" in picture(progress)
+
+
+def test_a_meter_only_keeps_what_it_is_given() -> None:
+    console = terminal()
+    progress, clock = live(1, console=console)
+    progress._live.stop()  # type: ignore[union-attr]  # its thread also reads the clock
+    reads, length = clock.reads, len(written(console))
+    for count in range(10_000):
+        progress.meter(Meter("worker-0", count), float(count))
+    assert (clock.reads, len(written(console))) == (reads, length)
+    progress.close()
+
+
+def test_notes_and_the_end_are_printed_as_they_are() -> None:
+    console = terminal()
+    progress, _ = live(1, console=console)
+    with progress:
+        progress.note("worker-1 [bold]lost[/bold]")
+        progress.end("finished [1]")
+    assert "worker-1 [bold]lost[/bold]" in written(console)
+    assert written(console).rstrip().endswith("finished [1]")
+
+
+def test_an_error_gives_the_terminal_back() -> None:
+    console = terminal()
+    progress, _ = live(1, console=console)
+    with pytest.raises(RuntimeError), progress:
+        raise RuntimeError
+    hide, show = "\x1b[?25l", "\x1b[?25h"
+    assert written(console).rfind(show) > written(console).rfind(hide) >= 0
+
+
+def test_a_loss_that_is_not_a_number_is_a_dash() -> None:
+    progress, _ = live(1)
+    with progress:
+        progress.meter(Meter("worker-0", 5, 50, math.nan), 1.0)
+        assert re.search(r"worker-0 +5 +- ", picture(progress))
+
+
+def test_a_run_of_no_steps_is_shown_without_dividing_by_zero() -> None:
+    progress, _ = live(0, goal=0)
+    with progress:
+        assert " 0% " in picture(progress)
