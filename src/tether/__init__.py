@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tether.errors import InvariantBroken, RunError, Stalled, TaskError, TetherError, UsageError, WireError
 from tether.protocols import Averaging, Server, Single
-from tether.run import Result, run
+from tether.run import Result, resume, run
 from tether.runtimes.faults import Faults
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
@@ -29,5 +29,6 @@ __all__ = [
     "TetherError",
     "UsageError",
     "WireError",
+    "resume",
     "run",
 ]

@@ -38,7 +38,9 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run director
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
 DataOption = Annotated[Path | None, typer.Option("--data", help="The task's data: a folder or file.")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="How many workers.")]
-EpochsOption = Annotated[float | None, typer.Option(help="Passes over the data, by all workers together.")]
+EpochsOption = Annotated[
+    float | None, typer.Option(help="Passes over the data, by all workers together [the task's own].")
+]
 StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worker.")]
 UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
 
@@ -61,7 +63,7 @@ def train(
     run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
     as_json: JsonOption = False,
     record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
-    checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 60.0,
+    checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 30.0,
     link: Annotated[str | None, typer.Option(help="sim: bandwidth of every network interface [1gbit].")] = None,
     latency: Annotated[str | None, typer.Option(help="sim: latency of the network [0.2ms].")] = None,
     step_seconds: Annotated[str | None, typer.Option(help="sim: how long a gradient takes [0.1].")] = None,
@@ -270,7 +272,7 @@ def _runtime(on: str, workers: int | None, protocol: Options, only_sim: dict[str
         return Sim(workers=count, **only_sim)
     if only_sim:
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
-        raise UsageError(f"{flags} describe a simulated cluster: add --on sim")
+        raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
     return Local(workers=count)
 
 

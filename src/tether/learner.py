@@ -7,8 +7,8 @@ fit into one simulation.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tether.errors import TaskError, UsageError
-from tether.task import SyntheticTask, Task
+from tether.task import SyntheticTask, Task, describe_error
 from tether.vector import Vector
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
@@ -43,6 +43,12 @@ class Learner:
                 f"optimizer() of task {type(task).__name__} returned {type(self.optimizer).__name__}: "
                 "return a torch.optim.Optimizer"
             )
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TaskError(
+                f"{type(self.optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
+                "exchange: use an optimizer such as torch.optim.SGD or Adam"
+            )
         self.flat = flatten(self.optimizer, self.vector)
         self.scheduler = task.scheduler(self.optimizer)
         self._batches = batches
@@ -62,9 +68,7 @@ class Learner:
         except TaskError:
             raise
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno}, in {place.name})"
-            raise self._error(what, "correct the task's data or its loss()") from error
+            raise self._error(describe_error(self.task, error), "correct the task's data or its loss()") from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             if isinstance(loss, Tensor) and loss.numel() == 1:

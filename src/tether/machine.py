@@ -244,7 +244,7 @@ class Schedule:
     steps: int
     evaluate_every: int
     batch_size: int = 1
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: float = 30.0
     first_step: int = 0
     first_samples: int = 0
 

@@ -19,7 +19,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from tether.errors import RunError, TaskError, TetherError, UsageError
@@ -34,7 +33,7 @@ from tether.runtimes.base import Outcome, Runtime
 from tether.runtimes.interpreter import Recorder
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
-from tether.task import Batches, SyntheticTask, Task, check_data
+from tether.task import Batches, SyntheticTask, Task, check_task, describe_error
 from tether.tasks import load as load_task
 from tether.trace import Meter, write_chrome_trace
 from tether.vector import Vector, digest
@@ -97,7 +96,7 @@ class Request:
     until: str | None = None
     seed: int = 0
     evaluate_every: float = 1.0
-    checkpoint_seconds: float = 60.0
+    checkpoint_seconds: float = 30.0
     record: bool = False
     trace: bool = True
 
@@ -113,9 +112,11 @@ class Request:
         if self.seed < 0:
             raise UsageError(f"seed cannot be negative: {self.seed}")
 
-    def schedule(self, samples: int, workers: int, batch_size: int, restored: Restored | None) -> Schedule:
+    def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
+        batch_size = task.batch_size
         steps_per_epoch = samples / (workers * batch_size)
-        epochs = self.epochs if self.epochs is not None else (1.0 if self.until is None else EPOCHS_MAX)
+        usual = task.epochs if self.until is None else EPOCHS_MAX
+        epochs = self.epochs if self.epochs is not None else usual
         first_step = 0
         steps = self.steps if self.steps is not None else math.ceil(epochs * steps_per_epoch)
         if restored is not None:
@@ -145,7 +146,7 @@ def run(
     seed: int = 0,
     run_dir: Path | str | None = None,
     evaluate_every: float = 1.0,
-    checkpoint_seconds: float = 60.0,
+    checkpoint_seconds: float = 30.0,
     record: bool = False,
     trace: bool = True,
     progress: Progress | None = None,
@@ -155,8 +156,8 @@ def run(
 
     protocol: how the workers agree, `tether.Averaging()` unless given.
     on: where they run, `tether.Local(workers=2)` unless given.
-    epochs, steps: how long: passes over the data by all workers together, or optimizer steps per worker; one epoch
-        unless given.
+    epochs, steps: how long: passes over the data by all workers together, or optimizer steps per worker; the task's
+        own number of epochs unless given.
     until: ends the run early, such as "error<0.05"; alone it allows at most 100 epochs.
     evaluate_every: epochs between two evaluations of the joint model.
     checkpoint_seconds: time between two checkpoints.
@@ -167,6 +168,8 @@ def run(
     """
     request = Request(epochs, steps, until, seed, evaluate_every, checkpoint_seconds, record, trace)
     protocol = protocol if protocol is not None else Averaging()
+    if not isinstance(protocol, Options):
+        raise UsageError(f"protocol must be options such as tether.Averaging(), not {protocol!r}")
     on = on if on is not None else Local(protocol.workers_max or 2)
     plan = RunPlan.make(task, protocol, on, request, None)
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, f"{task.name}-{protocol.name}")
@@ -309,20 +312,18 @@ class RunPlan:
         if not isinstance(task, Task):
             hint = f"write {task.__name__}()" if isinstance(task, type) else "subclass tether.Task"
             raise UsageError(f"the first argument must be a Task, not {task!r}: {hint}")
-        if not isinstance(protocol, Options):
-            raise UsageError(f"protocol must be options such as tether.Averaging(), not {protocol!r}")
         if protocol.workers_max is not None and on.workers > protocol.workers_max:
             raise UsageError(
                 f"protocol {protocol.name!r} uses {protocol.workers_max} worker, not {on.workers}: "
                 "leave the number of workers out, or choose another protocol"
             )
         data = task.train_data()
-        samples = check_data(task, data, on.workers)
+        samples = check_task(task, data, on.workers)
         plan = RunPlan(
             task=task,
             protocol=protocol,
             nodes=protocol.nodes(on.workers),
-            schedule=request.schedule(samples, on.workers, task.batch_size, restored),
+            schedule=request.schedule(task, samples, on.workers, restored),
             seed=request.seed,
             vector_bytes=0,
             record=request.record,
@@ -456,6 +457,7 @@ class Director:
         self._until = Until.parse(request.until) if request.until else None
         self._progress = progress
         self._lock = threading.Lock()
+        self._time_before = directory.last_time()  # of the part of the run that is continued
         self._file = directory.metrics.open("a")
         self._evaluator = _Beside("evaluator") if beside else None
         self._writer = _Beside("checkpoints")
@@ -469,6 +471,9 @@ class Director:
     def __enter__(self) -> Director:
         workers = [node.name for node in self._plan.nodes if node.computes]
         self._progress.begin(f"{self._plan.task.name} · {self._plan.protocol.name}", workers, self._plan.steps)
+        if self._evaluator is not None:
+            count = len(self._plan.nodes)
+            self._progress.note(f"starting {count} process{'es' if count > 1 else ''}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
@@ -481,8 +486,9 @@ class Director:
 
     def finish(self, outcome: Outcome) -> None:
         """After the last event: the last figures, and whatever is still being evaluated or written."""
-        for meter in outcome.meters.values():
-            self.meter(meter, outcome.seconds)
+        for name, meter in outcome.meters.items():
+            if name not in outcome.lost:
+                self.meter(meter, outcome.seconds)
         if self._evaluator is not None:
             self._evaluator.close()
         self._writer.close()
@@ -539,8 +545,10 @@ class Director:
 
     def _evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
         task = self._plan.task
-        with torch.random.fork_rng(devices=()):
+        try:
             metrics = task.evaluate(self.joint_model(weights))
+        except Exception as error:
+            raise TaskError(f"evaluate() failed: {describe_error(task, error)}") from error
         if not isinstance(metrics, dict):
             raise TaskError(f"evaluate() of task {type(task).__name__} returned {metrics!r}: return a dict of numbers")
         try:
@@ -560,11 +568,22 @@ class Director:
         self.directory.save_checkpoint(effect.step, effect.samples, weights, effect.state, replica_state)
 
     def _row(self, kind: str, now: float | None, **values: Any) -> None:
-        line = json.dumps({"kind": kind, "time": now, **values})
+        time_ = None if now is None else self._time_before + now
+        line = json.dumps(_finite({"kind": kind, "time": time_, **values}), allow_nan=False)
         with self._lock:
             if not self._file.closed:
                 self._file.write(line + "\n")
                 self._file.flush()
+
+
+def _finite(value: Any) -> Any:
+    """What JSON can hold: a number that is none becomes null."""
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+    return value
 
 
 def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wall_seconds: float) -> Result:
@@ -605,4 +624,4 @@ def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wa
         "reason": outcome.reason,
         "run": str(director.directory.path),
     }
-    return Result(model, metrics, figures, director.history, director.directory.path)
+    return Result(model, metrics, _finite(figures), director.history, director.directory.path)

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,18 @@ class RunDirectory:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    def last_time(self) -> float:
+        """The latest time in the metrics; 0 for a new run."""
+        try:
+            lines = self.metrics.read_text().splitlines()
+        except FileNotFoundError:
+            return 0.0
+        latest = 0.0
+        for line in lines:
+            with suppress(ValueError):  # the last line of a killed run may be cut off
+                latest = max(latest, json.loads(line).get("time") or 0.0)
+        return latest
 
     @property
     def trace(self) -> Path:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -24,6 +26,8 @@ class Task:
 
     #: samples in a worker's mini-batch
     batch_size: int = 32
+    #: passes over the data, unless a run says otherwise
+    epochs: float = 5
 
     @property
     def name(self) -> str:
@@ -91,12 +95,26 @@ class SyntheticTask(Task):
     def train_data(self) -> Any:
         return range(self.samples)
 
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return 0.5 * model.position.square().sum()  # type: ignore[operator]
+
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
 
 
-def check_data(task: Task, data: Any, workers: int) -> int:
-    """The number of samples, or an error that says why the data cannot be shared among that many workers."""
+def describe_error(task: Task, error: Exception) -> str:
+    """An exception of the user's code and where in the task's own file it came from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    methods = [value for cls in type(task).__mro__ for value in vars(cls).values() if inspect.isfunction(value)]
+    sources = {method.__code__.co_filename for method in methods} - {__file__}
+    own = [frame for frame in frames if frame.filename in sources] or frames
+    return f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})"
+
+
+def check_task(task: Task, data: Any, workers: int) -> int:
+    """The number of samples, or an error that says why the task cannot be shared among that many workers."""
+    if type(task).loss is Task.loss:
+        raise task._lacks("loss", "a scalar tensor")
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         raise TaskError(
             f"train_data() of task {type(task).__name__} returned {type(data).__name__}, which has no length or cannot "

@@ -32,6 +32,7 @@ class Meter(msgspec.Struct):
     steps: int = 0
     samples: int = 0
     loss: float = float("nan")
+    #: taking gradients and stepping
     compute_seconds: float = 0.0
     #: time in which the node could have computed but waited for an exchange
     wait_seconds: float = 0.0

@@ -3,7 +3,7 @@
 A round: the hub broadcasts the joint model; every worker installs it and makes tau steps of its own; the workers'
 vectors are reduced to their mean, which becomes the joint model. Workers stand still while parameters travel.
 
-tau "auto" follows the 1:5 rule: computing takes five times as long as communicating. Rounds begin with tau = 1. A worker
+tau "auto" follows the 1:5 rule: computing takes five times as long as communicating. Rounds begin with tau 1. A worker
 reports how long it waited between its last step and the next joint model, and how long its steps took. The shortest
 wait of a round is that of the slowest worker, who waits for nobody: it measures communication alone.
 

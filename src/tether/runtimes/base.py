@@ -85,6 +85,8 @@ class Outcome:
     reason: str
     meters: dict[str, Meter] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)
+    #: who died on the way
+    lost: frozenset[str] = frozenset()
     events: int = 0
 
 

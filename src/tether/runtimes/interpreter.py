@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tether.machine import (
     Broadcast,
+    Broadcasted,
     CancelTimer,
     Checkpoint,
     Compute,
@@ -32,6 +33,7 @@ from tether.machine import (
     Received,
     Record,
     Reduce,
+    Reduced,
     Replica,
     Send,
     SetTimer,
@@ -114,7 +116,9 @@ class Interpreter:
         self._recorder = recorder
         self._checked = checked
         self._lost: set[str] = set()
+        self._computing = False
         self._idle_since: float | None = None
+        self._reducing: dict[str, float] = {}
         self._snapshots: dict[Snapshot, Tensor] = {}
 
     def feed(self, event: Event) -> None:
@@ -140,13 +144,22 @@ class Interpreter:
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
                 self.tracer.span("compute", "gradient", now - seconds, now)
-                self._idle_since = now
+                self._computing = False
+            case Reduced(tag=tag):
+                self.tracer.span("collective", f"reduction of {tag}", self._reducing.pop(tag), now)
+            case Broadcasted(stream=stream):
+                # a member's share in a reduction ends, as far as it can see, with the broadcast that answers it
+                for tag, start in self._reducing.items():
+                    self.tracer.span("collective", f"{tag} until {stream}", start, now)
+                self._reducing.clear()
         effects = self.machine.handle(event, now)
         if self._recorder is not None:
             self._recorder(event, now, effects)
         self._snapshots.clear()
         for effect in effects:
             queue.extend(self._perform(effect, now))
+        if isinstance(event, GradientReady) and not self._computing:
+            self._idle_since = self.host.now()
         if self._checked:
             self.machine.check()
 
@@ -154,20 +167,25 @@ class Interpreter:
         match effect:
             case Compute(fresh=fresh):
                 if self._idle_since is not None:
-                    if now > self._idle_since:
-                        self.meter.wait_seconds += now - self._idle_since
-                        self.tracer.span("compute", "wait", self._idle_since, now)
+                    self.meter.wait_seconds += now - self._idle_since
+                    self.tracer.span("compute", "wait", self._idle_since, now)
                     self._idle_since = None
+                self._computing = True
                 self.host.compute(fresh)
             case Step(gradient=gradient, rate=rate):
+                start = self.host.now()
                 self.replica.step(gradient, rate)
+                stop = self.host.now()
+                self.meter.compute_seconds += stop - start
+                self.tracer.span("compute", "step", start, stop)
                 self._snapshots.clear()
             case Install(values=values, start=start):
                 self.replica.weights[start : start + len(values)].copy_(values)
                 self._snapshots.clear()
             case Send(to=to, message=message):
                 self._send(to, self._resolve(message))
-            case Reduce():
+            case Reduce(tag=tag):
+                self._reducing[tag] = now
                 return self._collectives.reduce(self._resolve(effect))
             case Broadcast(stream=stream, members=members, message=message):
                 self._collectives.broadcast(Broadcast(stream, members, self._resolve(message)))

@@ -86,7 +86,6 @@ class Driver:
         self._stopping = False
 
     def run(self) -> Outcome:
-        self._observer.note(f"starting {len(self._plan.nodes)} processes")
         for node in self._plan.nodes:
             birth = Birth(list(sys.path), node, self._directory, self._settings.threads, self._plan)
             self._pids[self._nursery.bear(birth_certificate(birth), self._log(node.name))] = node.name
@@ -105,6 +104,7 @@ class Driver:
         deadline = time.monotonic() + 4 * GRACE_SECONDS
         while not self._living <= self._said_bye and time.monotonic() < deadline:
             self._turn(0.1)
+        self._outcome.lost = frozenset(self._nodes) - self._living
         self._outcome.meters = self._meters
         self._outcome.spans = self._spans
         return self._outcome

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Union
@@ -253,6 +254,8 @@ def main(lifeline: BinaryIO) -> NoReturn:
     """Be the node that the lifeline describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     birth = read_birth(lifeline)
+    with suppress(OSError):  # so that ps and top tell the nodes apart
+        Path("/proc/self/comm").write_text(birth.node.name)
     threading.Thread(target=_follow_lifeline, args=(lifeline, birth.directory), daemon=True).start()
     torch.set_num_threads(birth.threads)
     seed = (birth.plan.seed * 1_000_003 + birth.node.index * 7919 + birth.node.life) % 2**32

@@ -42,7 +42,7 @@ from tether.machine import (
     tensors_of,
 )
 from tether.runtimes.base import Observer, Outcome, Plan
-from tether.runtimes.collectives import Down
+from tether.runtimes.collectives import Down, Up
 from tether.runtimes.faults import Fault, Faults
 from tether.runtimes.interpreter import Interpreter, message_bytes
 from tether.trace import Tracer
@@ -123,7 +123,10 @@ class Sim:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            with _own_randomness(plan.seed):
+            with _randomness_kept():
+                torch.manual_seed(plan.seed)
+                np.random.seed(plan.seed % 2**32)
+                random.seed(plan.seed)
                 return Simulation(self, plan, observer).run()
         finally:
             torch.set_num_threads(threads)
@@ -198,7 +201,8 @@ class _Place:
         self.simulation.observer.record(self.node.name, values, self.simulation.now)
 
     def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
-        self.simulation.observer.evaluate(effect, weights, self.simulation.now)
+        with _randomness_kept():
+            self.simulation.observer.evaluate(effect, weights, self.simulation.now)
         if not effect.final and (reason := self.simulation.observer.stop_requested()):
             self.simulation.at(self.simulation.now, self.deliver, StopRequested(reason))
 
@@ -276,6 +280,7 @@ class Simulation:
             reason=self.reason,
             meters={name: place.interpreter.meter for name, place in self._places.items()},
             spans={name: place.interpreter.tracer.spans for name, place in self._places.items()},
+            lost=frozenset(name for name, place in self._places.items() if place.died_at is not None),
             events=self.events,
         )
 
@@ -394,7 +399,13 @@ def _describe(machine: Machine) -> str:
 
 
 def _title(message: Message) -> str:
-    return type(message.message if isinstance(message, Down) else message).__name__
+    """What a transfer is called in the trace and in errors."""
+    match message:
+        case Up(tag=tag):
+            return f"reduction of {tag}"
+        case Down(stream=stream):
+            return f"broadcast of {stream}"
+    return type(message).__name__
 
 
 def _checksum(message: Message) -> int:
@@ -405,14 +416,11 @@ def _checksum(message: Message) -> int:
 
 
 @contextmanager
-def _own_randomness(seed: int) -> Iterator[None]:
-    """Seed the global generators that a task may use, and give the caller's back afterwards."""
+def _randomness_kept() -> Iterator[None]:
+    """Give the global generators, which a task may use, back as they were."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):
-            torch.manual_seed(seed)
-            np.random.seed(seed % 2**32)
-            random.seed(seed)
             yield
     finally:
         random.setstate(python)

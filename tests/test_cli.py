@@ -1,0 +1,256 @@
+"""The command line as a person uses it: what is printed where, and what is said about wrong input."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tether import cli
+
+KEYS = {
+    "protocol",
+    "runtime",
+    "workers",
+    "steps",
+    "samples",
+    "seconds",
+    "metrics",
+    "digest",
+    "bytes_sent",
+    "bytes_received",
+    "overlap",
+    "utilization",
+    "staleness",
+    "run",
+}
+TASKS = """
+import tether, torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+class Good(tether.Task):
+    batch_size = 8
+    def model(self): return nn.Linear(4, 2)
+    def train_data(self): return TensorDataset(torch.randn(64, 4), torch.randint(0, 2, (64,)))
+    def loss(self, model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+class NoModel(Good):
+    model = tether.Task.model
+
+class NoLoss(Good):
+    loss = tether.Task.loss
+
+class VectorLoss(Good):
+    def loss(self, model, batch): return model(batch[0])
+
+class PlainLoss(Good):
+    def loss(self, model, batch): return 3.0
+
+class Frozen(Good):
+    def model(self): return nn.Linear(4, 2).requires_grad_(False)
+
+class Few(Good):
+    def train_data(self): return TensorDataset(torch.randn(1, 4), torch.zeros(1).long())
+
+class Infinite(Good):
+    def loss(self, model, batch): return super().loss(model, batch) * float("inf")
+
+class BadMetrics(Good):
+    def evaluate(self, model): return 3
+
+class FailingMetrics(Good):
+    def evaluate(self, model): return {"error": 1 / 0}
+
+class NeedsClosure(Good):
+    def optimizer(self, model): return torch.optim.LBFGS(model.parameters())
+
+class NeedsShapes(Good):
+    def optimizer(self, model): return torch.optim.Adafactor(model.parameters())
+"""
+
+
+class Said(NamedTuple):
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def tether(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[[str], Said]]:
+    """Runs a command line in an empty directory that has a file of tasks."""
+    (tmp_path / "bad.py").write_text(TASKS)
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def run(line: str) -> Said:
+        monkeypatch.setattr("sys.argv", ["tether", *line.split()])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        out, err = capsys.readouterr()
+        code = ended.value.code
+        return Said(code if isinstance(code, int) else 0, out, err)
+
+    yield run
+    signal.signal(signal.SIGTERM, before)
+
+
+def train(tether: Callable[[str], Said], line: str) -> dict[str, Any]:
+    said = tether(f"train {line} --json")
+    assert said.status == 0, said.err
+    figures: dict[str, Any] = json.loads(said.out)
+    return figures
+
+
+def test_json_is_exactly_one_object_with_every_figure(tether: Callable[[str], Said]) -> None:
+    figures = train(tether, "digits --on sim --workers 3 --steps 12")
+    assert set(figures) >= KEYS
+    assert figures["workers"] == 3 and figures["steps"] == 12 and figures["samples"] == 3 * 12 * 32
+    assert set(figures["utilization"]["workers"]) == {"worker-0", "worker-1", "worker-2"}
+    assert Path(figures["run"]).is_dir()
+
+
+def test_a_seed_repeats_bit_for_bit_and_another_seed_differs(tether: Callable[[str], Said]) -> None:
+    line = "digits --on sim --workers 8 --protocol averaging --epochs 1 --seed"
+    first, again, other = (train(tether, f"{line} {seed}")["digest"] for seed in (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+def test_settings_reach_the_protocol_and_the_task(tether: Callable[[str], Said]) -> None:
+    figures = train(tether, "digits --on sim --workers 2 --steps 6 --set tau=3 --set batch_size=10")
+    assert figures["samples"] == 2 * 6 * 10
+    config = json.loads((Path(figures["run"]) / "run.json").read_text())
+    assert config["protocol"] == {"name": "averaging", "tau": 3}
+
+
+def test_until_ends_the_run_when_the_metric_is_reached(tether: Callable[[str], Said]) -> None:
+    figures = train(tether, "digits --on sim --workers 4 --until error<0.2")
+    assert figures["reason"] == "error<0.2 reached"
+    assert figures["metrics"]["error"] < 0.2
+
+
+def test_a_slower_link_takes_longer_and_a_priced_model_more_bytes(tether: Callable[[str], Said]) -> None:
+    line = "digits --on sim --workers 4 --steps 10 --set tau=2"
+    fast, slow = (train(tether, f"{line} --link {link}") for link in ("1gbit", "1mbit"))
+    assert slow["seconds"] > 2 * fast["seconds"]
+    assert slow["digest"] == fast["digest"]
+    priced = train(tether, f"{line} --model-bytes 7MiB --step-seconds 0.095 --latency 1ms")
+    assert priced["bytes_sent"] > 20 * fast["bytes_sent"]
+
+
+def test_faults_come_from_a_file(tether: Callable[[str], Said], tmp_path: Path) -> None:
+    (tmp_path / "faults.json").write_text('[{"kind": "crash", "node": "worker-1", "step": 3}]')
+    figures = train(tether, "digits --on sim --workers 3 --steps 10 --set tau=2 --faults faults.json")
+    assert "worker-1 died" in (Path(figures["run"]) / "metrics.jsonl").read_text()
+
+
+def test_runs_are_reported_side_by_side(tether: Callable[[str], Said], tmp_path: Path) -> None:
+    train(tether, "digits --on sim --protocol single --steps 10 --run one")
+    train(tether, "digits --on sim --protocol server --workers 2 --steps 10 --run two")
+    said = tether("report one two --to page")
+    assert said.status == 0
+    assert "single" in said.out and "server" in said.out
+    assert (tmp_path / "page" / "report.html").stat().st_size > 10_000
+    assert (tmp_path / "page" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_is_resumed_with_more_steps_and_other_workers(tether: Callable[[str], Said]) -> None:
+    train(tether, "digits --on sim --workers 4 --steps 10 --run one")
+    refused = tether("resume one")
+    assert refused.status == 2 and "give more epochs or steps" in refused.err
+    said = tether("resume one --steps 30 --workers 2 --json")
+    figures = json.loads(said.out)
+    assert figures["steps"] == 30 and figures["workers"] == 2
+    times = [json.loads(line)["time"] for line in Path("one/metrics.jsonl").read_text().splitlines()]
+    assert times == sorted(times)
+
+
+def test_a_recorded_run_is_replayed(tether: Callable[[str], Said]) -> None:
+    train(tether, "digits --on sim --workers 2 --steps 4 --record --run one")
+    said = tether("replay one")
+    assert said.status == 0
+    assert said.out.count("the same effects") == 3
+    assert tether("train digits --on sim --steps 2 --run two").status == 0
+    assert "was not recorded" in tether("replay two").err
+
+
+def test_the_swarm_is_clean_and_finds_a_planted_bug_that_its_seed_repeats(tether: Callable[[str], Said]) -> None:
+    assert "10 runs" in tether("swarm --seeds 10").out
+    said = tether("swarm --seeds 15 --plant drop")
+    assert said.status == 1
+    again = next(line for line in said.out.splitlines() if "again:" in line).partition("tether ")[2]
+    once, twice = tether(again), tether(again)
+    assert once.status == 1 and "Stalled" in once.out
+    assert once.out == twice.out
+
+
+def test_lists_name_every_protocol_and_task_with_defaults(tether: Callable[[str], Said]) -> None:
+    assert "tau = auto" in tether("protocols").out
+    listed = tether("tasks").out
+    for name in ("digits", "fashion", "cifar", "chars", "synthetic"):
+        assert f"{name}  " in listed
+
+
+WRONG = [
+    ("train digitz", "unknown task 'digitz'; known: chars, cifar, digits"),
+    ("train digits --protocol averagin", "unknown protocol 'averagin'; known: averaging, server, single"),
+    ("train digits --set tau=x", "option tau of protocol averaging is 'x'; expected"),
+    ("train digits --set tau=0", "tau must be at least 1"),
+    ("train digits --set tao=3", "known: batch_size, learning_rate, tau. Did you mean 'tau'?"),
+    ("train digits --set tau", "write it like --set tau=10"),
+    ("train digits --on mars", "unknown runtime 'mars'; known: local, sim"),
+    ("train digits --link 1gbit", "add --on sim"),
+    ("train digits --on sim --link 1foo", "such as 1gbit"),
+    ("train digits --on sim --latency fast", "such as 0.2ms"),
+    ("train digits --on sim --step-seconds 0", "a step takes some time"),
+    ("train digits --on sim --model-bytes 0", "such as 7MiB"),
+    ("train digits --on sim --faults none.json", "cannot read the faults in none.json"),
+    ("train digits --epochs 0", "epochs must be more than 0"),
+    ("train digits --epochs 1 --steps 2", "either epochs or steps"),
+    ("train digits --until soon", "write it like error<0.05"),
+    ("train digits --on sim --until loss2<1", "the task has error, loss"),
+    ("train digits --workers 0", "must be at least 1"),
+    ("train digits --protocol single --workers 3", "uses 1 worker"),
+    ("train digits --on sim --workers 5000", "1442 training samples for 5000 workers"),
+    ("train digits --seed -3", "seed cannot be negative"),
+    ("train fashion", "pass --data"),
+    ("train nofile.py:Task", "there is no file"),
+    ("train bad.py:Other", "has no class Other"),
+    ("train bad.py:NoModel --on sim", "lacks the method model()"),
+    ("train bad.py:NoLoss --on sim", "lacks the method loss()"),
+    ("train bad.py:VectorLoss --on sim", "worker-0, step 1: loss() returned a tensor of shape (8, 2)"),
+    ("train bad.py:PlainLoss --on sim", "worker-0, step 1: loss() returned float"),
+    ("train bad.py:Frozen --on sim", "no trainable parameter"),
+    ("train bad.py:Few --on sim", "1 training samples for 2 workers"),
+    ("train bad.py:Infinite --on sim", "worker-0, step 1: the loss became inf"),
+    ("train bad.py:BadMetrics --on sim", "return a dict of numbers"),
+    ("train bad.py:FailingMetrics --on sim", "evaluate() failed: ZeroDivisionError"),
+    ("train bad.py:NeedsClosure --on sim", "LBFGS calls the loss itself"),
+    ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
+    ("resume nowhere", "is no run directory"),
+    ("report nowhere", "nowhere"),
+    ("bench nothing", "unknown benchmark 'nothing'; known: overhead, sim"),
+    ("swarm --plant thing", "unknown bug to plant"),
+    ("swarm --protocol thing", "unknown protocol"),
+]
+
+
+@pytest.mark.parametrize(("line", "told"), WRONG, ids=[line for line, _ in WRONG])
+def test_wrong_input_is_told_in_words_with_status_2(tether: Callable[[str], Said], line: str, told: str) -> None:
+    said = tether(line)
+    assert said.status == 2
+    assert told in said.err.replace("\n", " ")
+    assert "Traceback" not in said.err
+    assert said.out == ""
+
+
+def test_a_task_with_shapes_in_its_optimizer_trains_where_steps_are_local(tether: Callable[[str], Said]) -> None:
+    assert train(tether, "bad.py:NeedsShapes --on sim --steps 4")["steps"] == 4

@@ -1,0 +1,326 @@
+"""Broadcast and reduction under every order of deliveries and deaths that a seed can think of.
+
+A `Network` holds one `Collectives` per node and queues between each two of them. A seed decides what happens next: a
+message is delivered, a node contributes, a node dies, another hears of it, one joins. The root never dies.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
+from tether.runtimes import collectives
+from tether.runtimes.collectives import Collectives, Down, Up
+
+SEEDS = range(600)
+ROUNDS = 4
+SIZE = 32
+
+
+class Note(Message, frozen=True):
+    """What is broadcast: the round it opens."""
+
+    round: int
+
+
+class Peer:
+    """One node, which hears and speaks as the interpreter lets it: nothing of and to those it knows to be dead."""
+
+    def __init__(self, name: str, network: Network) -> None:
+        self.name = name
+        self.network = network
+        self.lost: set[str] = set()
+        self.heard: list[int] = []
+        self.open: Broadcasted | None = None
+        self.part = Collectives(name, self.send)
+
+    def send(self, to: str, message: Message) -> None:
+        if to not in self.lost:
+            self.network.queues.setdefault((self.name, to), deque()).append(message)
+
+    def receive(self, sender: str, message: Up | Down[Any]) -> None:
+        if sender not in self.lost:
+            self.take(self.part.receive(message))
+
+    def learn_of_death(self, peer: str) -> None:
+        self.lost.add(peer)
+        self.take(self.part.lost(peer))
+
+    def contribute(self) -> None:
+        assert self.open is not None and isinstance(self.open.message, Note)
+        values = torch.zeros(SIZE)
+        values[self.network.position(self.name)] = 1.0
+        effect = Reduce(f"round {self.open.message.round}", self.open.members, values, self.network.weight(self.name))
+        self.open = None
+        self.take(self.part.reduce(effect))
+
+    def take(self, events: list[Event]) -> None:
+        for event in events:
+            match event:
+                case Broadcasted(message=Note(round=round)):
+                    self.heard.append(round)
+                    self.open = event
+                case Reduced():
+                    self.network.close(event)
+
+
+class Network:
+    """Rounds as in model averaging: the root broadcasts, all contribute, the root closes and opens the next."""
+
+    def __init__(self, seed: int, workers: int, deaths: int, joins: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.queues: dict[tuple[str, str], deque[Any]] = {}
+        self.notices: list[tuple[str, str]] = []
+        self.deaths, self.joins = deaths, joins
+        self.peers: dict[str, Peer] = {}
+        self.names: list[str] = []
+        self.dead: set[str] = set()
+        self.newcomers: set[str] = set()
+        for name in ["root", *(f"w{i}" for i in range(workers))]:
+            self._add(name)
+        self.members: tuple[str, ...] = ()
+        self.round = -1
+        self.closed: list[Reduced] = []
+        self.open_next()
+
+    def position(self, name: str) -> int:
+        return self.names.index(name)
+
+    def weight(self, name: str) -> float:
+        """Small whole numbers, so that sums are exact; 1 is treated apart by the code."""
+        return 1.0 + self.position(name) % 5
+
+    @property
+    def living(self) -> list[str]:
+        return [name for name in self.names if name not in self.dead]
+
+    def _add(self, name: str) -> None:
+        self.names.append(name)
+        self.peers[name] = Peer(name, self)
+
+    def open_next(self) -> None:
+        """The next round of all that the root believes alive; the last broadcast opens none."""
+        root = self.peers["root"]
+        self.round += 1
+        self.members = ("root", *(name for name in self.names if name != "root" and name not in root.lost))
+        root.part.broadcast(Broadcast("joint", self.members, Note(self.round)))
+        if self.round < ROUNDS:
+            root.take(root.part.reduce(Reduce(f"round {self.round}", self.members)))
+
+    def close(self, event: Reduced) -> None:
+        assert event.tag == f"round {self.round}", "a round closed that was not open"
+        survivors = {name for name in self.members[1:] if name not in self.dead}
+        assert survivors <= set(event.contributors), f"lacks the survivors {survivors - set(event.contributors)}"
+        assert set(event.contributors) <= set(self.members[1:]), "somebody contributed who was not asked"
+        expected = torch.zeros(SIZE)
+        for name in event.contributors:
+            expected[self.position(name)] = self.weight(name)
+        total = torch.zeros(SIZE) if event.total is None else event.total
+        assert torch.equal(total, expected), f"{total.tolist()} is not the sum over {event.contributors}"
+        assert event.weight == expected.sum()
+        self.closed.append(event)
+        self.open_next()
+
+    # ---- what can happen ----
+
+    def run(self) -> Network:
+        """Until nothing is left to happen."""
+        while actions := list(self._possible()):
+            self.random.choice(actions)()
+        return self
+
+    def _possible(self) -> Iterator[Any]:
+        for (sender, to), queue in self.queues.items():
+            if queue and to not in self.dead:
+                yield partial(self._deliver, sender, to)
+        for notice in self.notices:
+            if notice[0] not in self.dead:
+                yield partial(self._tell, notice)
+        for name in self.living:
+            if self.peers[name].open is not None and self.round < ROUNDS:
+                yield self.peers[name].contribute
+        mortal = self.living[1:]
+        if mortal and self.deaths and self.round < ROUNDS:
+            yield partial(self._kill, self.random.choice(mortal))
+        if self.joins and self.round < ROUNDS:
+            yield self._join
+
+    def _deliver(self, sender: str, to: str) -> None:
+        self.peers[to].receive(sender, self.queues[sender, to].popleft())
+
+    def _tell(self, notice: tuple[str, str]) -> None:
+        self.notices.remove(notice)
+        self.peers[notice[0]].learn_of_death(notice[1])
+
+    def _kill(self, name: str) -> None:
+        """What the dead node has sent arrives up to some point and not further."""
+        self.deaths -= 1
+        self.dead.add(name)
+        for (sender, _), queue in self.queues.items():
+            if sender == name:
+                for _ in range(self.random.randint(0, len(queue))):
+                    queue.pop()
+        self.notices += [(other, name) for other in self.living]
+
+    def _join(self) -> None:
+        self.joins -= 1
+        name = f"w{len(self.names)}"
+        self._add(name)
+        self.newcomers.add(name)
+        self.notices += [(name, dead) for dead in self.dead]
+
+
+def drawn(seed: int) -> Network:
+    """The network that a seed stands for: from no worker's death to all of them."""
+    rng = random.Random(f"network {seed}")
+    workers = rng.randint(1, 12)
+    return Network(seed, workers, deaths=rng.randint(0, workers), joins=rng.randint(0, 3))
+
+
+def check(network: Network) -> None:
+    """After everything has happened."""
+    assert len(network.closed) == ROUNDS, f"round {network.round} never closed"
+    for name in network.living[1:]:
+        heard = network.peers[name].heard
+        first = heard[0] if name in network.newcomers else 0
+        assert heard == list(range(first, ROUNDS + 1)), f"{name} heard {heard}"
+
+
+def wrong(seed: int) -> bool:
+    try:
+        check(drawn(seed).run())
+    except AssertionError:
+        return True
+    return False
+
+
+# ---- properties -----------------------------------------------------------------------------------------------------
+
+
+def test_reductions_close_over_all_survivors_and_broadcasts_arrive_once_whoever_dies() -> None:
+    """The sums are checked whenever a round closes, in `Network.close`."""
+    for seed in SEEDS:
+        try:
+            check(drawn(seed).run())
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+
+
+def test_the_seeds_try_what_they_should() -> None:
+    networks = [drawn(seed).run() for seed in SEEDS[:200]]
+    assert any(len(network.dead) >= 5 for network in networks)
+    assert any(len(network.names) > 13 for network in networks), "nobody joined"
+    assert any(event.weight == 0 for network in networks for event in network.closed), "nobody was left"
+    assert any(set(event.contributors) & network.dead for network in networks for event in network.closed)
+
+
+def test_without_deaths_every_member_contributes() -> None:
+    for seed in range(100):
+        network = Network(seed, workers=1 + seed % 9, deaths=0).run()
+        assert all(len(event.contributors) == len(network.names) - 1 for event in network.closed)
+
+
+def test_without_deaths_nothing_is_kept_of_a_reduction_after_the_next_broadcast() -> None:
+    for seed in range(100):
+        network = Network(seed, workers=1 + seed % 9, deaths=0, joins=seed % 3).run()
+        assert all(not network.peers[name].part._reductions for name in network.living)
+
+
+def test_a_message_travels_along_a_tree_and_not_from_the_root_to_all() -> None:
+    network = Network(0, workers=12, deaths=0)
+    assert [to for (sender, to), queue in network.queues.items() if queue] == ["w0", "w1"]
+
+
+def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_round() -> None:
+    told: list[tuple[str, Any]] = []
+    member = Collectives("b", lambda to, message: told.append((to, message)))
+    members = ("a", "b", "c", "d")
+
+    def down(number: int) -> Down[Note]:
+        return Down("joint", number, members, (), Note(number))
+
+    assert member.receive(down(1)) == [Broadcasted("joint", members, Note(1))]
+    assert [to for to, _ in told] == ["d"]
+    assert member.receive(down(0)) == [] and member.receive(down(1)) == []
+    assert len(told) == 1
+
+
+def test_streams_are_independent_of_each_other() -> None:
+    member = Collectives("b", lambda to, message: None)
+    for stream in ("one", "two"):
+        assert len(member.receive(Down(stream, 0, ("a", "b"), (), Note(0)))) == 1
+
+
+def test_nobody_left_gives_a_sum_of_weight_zero() -> None:
+    root = Collectives("root", lambda to, message: None)
+    assert root.reduce(Reduce("r", ("root", "w0"))) == []
+    assert root.lost("w0") == [Reduced("r", None, 0.0, ())]
+    assert root.reduce(Reduce("alone", ("root",))) == [Reduced("alone", None, 0.0, ())]
+
+
+# ---- would these tests notice? --------------------------------------------------------------------------------------
+
+
+def never_resend_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(self: Collectives, peer: str) -> list[Event]:
+        self._dead.add(peer)
+        return [event for tag in list(self._reductions) for event in self._advance(tag)]
+
+    monkeypatch.setattr(Collectives, "lost", lost)
+
+
+def never_resend_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance = Collectives._advance
+
+    def once(self: Collectives, tag: str) -> list[Event]:
+        return [] if self._reductions[tag].sent is not None else advance(self, tag)
+
+    monkeypatch.setattr(Collectives, "_advance", once)
+
+
+def add_overlapping_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    def add(self: Any, values: torch.Tensor, weight: float, covers: tuple[str, ...]) -> None:
+        self.total = values if self.total is None else self.total + values
+        self.weight += weight
+        self.covered |= set(covers)
+
+    monkeypatch.setattr(collectives._Reduction, "add", add)
+
+
+def wait_for_nobody_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Collectives, "_below", lambda self, members: set())
+
+
+def wait_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    below = Collectives._below
+
+    def all_below(self: Collectives, members: tuple[str, ...]) -> set[str]:
+        dead, self._dead = self._dead, set()
+        try:
+            return below(self, members)
+        finally:
+            self._dead = dead
+
+    monkeypatch.setattr(Collectives, "_below", all_below)
+
+
+MUTATIONS = [
+    never_resend_broadcasts,
+    never_resend_sums,
+    add_overlapping_sums,
+    wait_for_nobody_below,
+    wait_for_the_dead,
+]
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_a_planted_bug_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutate(monkeypatch)
+    assert any(wrong(seed) for seed in SEEDS)

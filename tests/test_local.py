@@ -1,0 +1,227 @@
+"""Real processes that are really killed: what is noticed, what goes on, and that nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tether import Averaging, Local, RunError, Server, TaskError, UsageError, resume, run
+from tether.progress import Progress, make_progress
+from tether.testing import Blobs, train_quietly
+from tether.trace import Meter
+
+pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+
+
+def descendants(pid: int) -> dict[str, int]:
+    """The processes below one, by name."""
+    found: dict[str, int] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            state, parent = rest.split()[:2]
+        except (OSError, ValueError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found[name] = int(entry.name)
+            found.update(descendants(int(entry.name)))
+    return found
+
+
+class Assassin(Progress):
+    """A display that kills a node, once, as soon as some worker has made a number of steps."""
+
+    def __init__(self, victims: list[str], steps: int) -> None:
+        self.victims = victims
+        self.steps = steps
+        self.killed_at = 0.0
+        self.notes: list[tuple[float, str]] = []
+
+    def meter(self, meter: Meter, time_: float) -> None:
+        if self.victims and meter.steps >= self.steps:
+            nodes = descendants(os.getpid())
+            for victim in self.victims:
+                os.kill(nodes[victim], signal.SIGKILL)
+            self.victims = []
+            self.killed_at = time.monotonic()
+
+    def note(self, text: str) -> None:
+        self.notes.append((time.monotonic(), text))
+
+
+def nothing_is_left() -> bool:
+    return not descendants(os.getpid())
+
+
+def test_a_killed_worker_is_noticed_at_once_and_the_others_finish(tmp_path: Path) -> None:
+    assassin = Assassin(["worker-1"], steps=20)
+    result = run(Blobs(), Averaging(tau=5), Local(3), steps=6000, run_dir=tmp_path / "run", progress=assassin)
+    assert result.figures["steps"] == 6000
+    assert result.metrics["error"] < 0.1
+    noticed_at, text = next(note for note in assassin.notes if "died" in note[1] or "killed" in note[1])
+    assert text == "worker-1 was killed by SIGKILL; the others go on"
+    assert noticed_at - assassin.killed_at < 1.0
+    assert nothing_is_left()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    workers = [row["workers"] for row in rows if row["kind"] == "record"]
+    assert workers[0] == 3 and workers[-1] == 2
+
+
+def test_hardsync_goes_on_without_a_killed_learner(tmp_path: Path) -> None:
+    assassin = Assassin(["worker-0"], steps=20)
+    result = run(Blobs(), Server(), Local(2), steps=3000, run_dir=tmp_path / "run", progress=assassin)
+    assert result.figures["steps"] == 3000
+    assert set(result.figures["staleness"]["histogram"]) == {"0"}
+
+
+def test_a_killed_hub_ends_the_run_with_its_name_and_the_run_resumes_with_other_workers(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"hub, which holds the joint model, was killed by SIGKILL.*tether resume"):
+        run(
+            Blobs(),
+            Server(),
+            Local(2),
+            epochs=400,
+            checkpoint_seconds=0.05,
+            run_dir=tmp_path / "run",
+            progress=Assassin(["hub"], steps=2000),
+        )
+    assert nothing_is_left()
+    config = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert config["status"] == "failed" and "hub" in config["error"]
+    result = resume(tmp_path / "run", Blobs(), workers=3, epochs=100, progress=make_progress(quiet=True))
+    assert result.figures["workers"] == 3
+    assert result.figures["samples"] >= 100 * 1000
+    assert result.metrics["error"] < 0.1
+
+
+def test_when_every_worker_is_killed_the_error_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="no worker is left"):
+        run(
+            Blobs(),
+            Averaging(tau=5),
+            Local(2),
+            steps=100_000,
+            run_dir=tmp_path / "run",
+            progress=Assassin(["worker-0", "worker-1"], steps=20),
+        )
+    assert nothing_is_left()
+
+
+def tether_train(directory: Path, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """A run on the command line that would take long, once it is under way."""
+    command = [sys.executable, "-m", "tether.cli", "train", "digits", "--epochs", "100000", "--run", "run", *arguments]
+    process = subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, start_new_session=True)
+    metrics = directory / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and '"evaluation"' in metrics.read_text()):
+        assert process.poll() is None and time.monotonic() < deadline, "did not get under way"
+        time.sleep(0.05)  # another process is waited for
+    return process
+
+
+def gone(processes: dict[str, int], within_seconds: float) -> bool:
+    deadline = time.monotonic() + within_seconds
+    while any(Path(f"/proc/{pid}").exists() for pid in processes.values()):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupted_run_ends_within_3_seconds_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    process = tether_train(tmp_path, ["--workers", "2"])
+    nodes = descendants(process.pid)
+    assert {"hub", "worker-0", "worker-1"} <= set(nodes)
+    began = time.monotonic()
+    process.send_signal(number)
+    _, said = process.communicate(timeout=20)
+    assert time.monotonic() - began < 3.0
+    assert process.returncode == 130
+    assert gone(nodes, 0.5)
+    assert b"Traceback" not in said
+    config = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (config["status"], config["reason"]) == ("interrupted", "interrupted by the user")
+
+
+def test_after_kill_9_of_the_driver_no_process_is_left_and_the_run_resumes(tmp_path: Path) -> None:
+    process = tether_train(tmp_path, ["--workers", "2", "--checkpoint-seconds", "0.1"])
+    nodes = descendants(process.pid)
+    sockets = {path for path in Path("/tmp").glob("tether-*")}
+    while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
+        time.sleep(0.05)
+    with pytest.raises(UsageError, match="still running"):
+        resume(tmp_path / "run")
+    process.kill()
+    process.communicate()
+    assert gone(nodes, 3.0)
+    assert not any(path.exists() for path in sockets)
+    samples = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/state.json")).read_text())["samples"]
+    result = resume(tmp_path / "run", epochs=samples / 1442 + 50, progress=make_progress(quiet=True))
+    assert result.metrics["error"] < 0.05
+
+
+SESSION = """
+import tether, torch, os, signal, threading
+from torch import nn
+from torch.utils.data import TensorDataset
+from tether.progress import make_progress
+
+class Here(tether.Task):
+    def model(self): return nn.Linear(2, 2)
+    def train_data(self): return TensorDataset(torch.randn(100, 2), torch.arange(100) % 2)
+    def loss(self, model, batch): return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+def go(name, **goal):
+    quiet = make_progress(quiet=True)
+    return tether.run(Here(), tether.Averaging(tau=2), tether.Local(2), run_dir=name, progress=quiet, **goal)
+
+print(go("one", epochs=2).figures["steps"])
+print(go("two", epochs=2).figures["steps"])
+def interrupt_soon():
+    while not os.path.exists("three/metrics.jsonl") or not os.path.getsize("three/metrics.jsonl"):
+        pass
+    os.kill(os.getpid(), signal.SIGINT)
+threading.Thread(target=interrupt_soon).start()
+try:
+    go("three", steps=10_000_000)
+except KeyboardInterrupt:
+    print("interrupted")
+
+print(go("four", epochs=2).figures["steps"])
+print(len([t for t in threading.enumerate() if t is not threading.main_thread()]), "threads left")
+"""
+
+
+def test_a_task_defined_in_a_session_runs_twice_is_interrupted_and_runs_again(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=textwrap.dedent(SESSION), cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["4", "4", "interrupted", "4", "0 threads left"]
+
+
+class Chatty(Blobs):
+    """Prints, and fails in the worker's own code."""
+
+    def loss(self, model, batch):  # type: ignore[no-untyped-def]
+        print("something the user prints")
+        raise ValueError("no such thing")
+
+
+def test_an_exception_in_the_task_names_worker_step_and_line_and_its_output_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(
+        TaskError, match=r"worker-\d, step 1: ValueError: no such thing \(.*test_local.py:\d+, in loss\)"
+    ):
+        train_quietly(Chatty(), Averaging(tau=5), Local(2), tmp_path / "run", steps=10)
+    printed = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("worker-*.log"))
+    assert "something the user prints" in printed
+    assert nothing_is_left()

@@ -1,0 +1,518 @@
+"""Each protocol as its paper tells it: a list of events in, the effects out, without any runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from tether import Averaging, Server, Single
+from tether.errors import InvariantBroken, UsageError
+from tether.machine import (
+    Broadcast,
+    Broadcasted,
+    Checkpoint,
+    Compute,
+    Effect,
+    Evaluate,
+    Event,
+    Finish,
+    GradientReady,
+    Install,
+    Machine,
+    Message,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Record,
+    Reduce,
+    Reduced,
+    Schedule,
+    Seat,
+    Send,
+    Started,
+    Step,
+    StopRequested,
+    TimerFired,
+    snapshot,
+)
+from tether.protocols import Options, known
+from tether.protocols.averaging import Effort, Joint
+from tether.protocols.base import Pace
+from tether.protocols.server import Push, Weights
+
+VARIANTS = [options for cls in known().values() for options in cls.variants()]
+FAR = 1_000_000
+
+
+def schedule(steps: int = FAR, evaluate_every: int = FAR, **more: Any) -> Schedule:
+    return Schedule(steps=steps, evaluate_every=evaluate_every, **more)
+
+
+def machine(
+    options: Options,
+    node: str = "hub",
+    *,
+    workers: int = 2,
+    vector: Iterable[float] = (0.0, 0.0),
+    buffers: int = 0,
+    restored: dict[str, Any] | None = None,
+    **goal: Any,
+) -> Any:
+    """A fresh machine; the last `buffers` values of its vector are not parameters."""
+    nodes = options.nodes(workers)
+    place = next(candidate for candidate in nodes if candidate.name == node)
+    weights = torch.tensor(list(vector))
+    return options.machine(Seat(place, nodes, weights, len(weights) - buffers, schedule(**goal), restored))
+
+
+def started(workers: int = 2) -> Started:
+    return Started(("hub", *(f"worker-{i}" for i in range(workers))))
+
+
+def play(machine: Machine, *events: Event, now: float = 0.0) -> list[Effect]:
+    """The effects of the last event; the invariants hold after each."""
+    effects: list[Effect] = []
+    for event in events:
+        effects = machine.handle(event, now)
+        machine.check()
+    return effects
+
+
+def plain(value: Any) -> Any:
+    """Effects as plain values, which can be compared."""
+    return msgspec.to_builtins(value, enc_hook=lambda tensor: [str(tensor.dtype), tensor.tolist()])
+
+
+def gives(effects: list[Effect], *expected: Effect) -> bool:
+    assert plain(effects) == plain(list(expected))
+    return True
+
+
+def push(sender: str, gradient: list[float], *, clock: int = 0, samples: int = 1, buffers: Any = ()) -> Received:
+    return Received(sender, Push(clock, torch.tensor(gradient), torch.tensor(list(buffers)), samples))
+
+
+def gradient(values: Iterable[float] = (1.0, 1.0), samples: int = 1, seconds: float = 0.1) -> GradientReady:
+    return GradientReady(torch.tensor(list(values)), loss=1.0, samples=samples, seconds=seconds)
+
+
+def of_kind(effects: list[Effect], kind: type) -> list[Any]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+# ---- what all protocols have in common ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_events_that_do_not_concern_a_node_are_let_pass(options: Options) -> None:
+    for node in options.nodes(1):
+        built = machine(options, node.name, workers=1)
+        play(built, Started(tuple(node.name for node in options.nodes(1))))
+        assert play(built, TimerFired("of somebody else")) == []
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_a_stop_request_ends_the_run_in_good_order_and_once(options: Options) -> None:
+    joint = machine(options, options.joint, workers=1, first_step=7, first_samples=70)
+    play(joint, Started(tuple(node.name for node in options.nodes(1))))
+    evaluate, checkpoint, finish = play(joint, StopRequested("error<0.1 reached"))
+    assert gives([evaluate, finish], Evaluate(7, 70, final=True), Finish("error<0.1 reached"))
+    assert isinstance(checkpoint, Checkpoint) and (checkpoint.step, checkpoint.samples, checkpoint.final) == (7, 70, 1)
+    assert play(joint, StopRequested("again")) == []
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_every_option_is_documented_and_every_protocol_says_what_it_is(options: Options) -> None:
+    assert options.summary and options.name in known()
+    assert all(field.metadata["doc"] for field in dataclasses.fields(options))
+    assert options.joint in {node.name for node in options.nodes(1)}
+
+
+# ---- pace -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_joint_model_is_evaluated_whenever_a_multiple_is_passed() -> None:
+    pace = Pace(schedule(steps=20, evaluate_every=4))
+    seen = [[e.step for e in of_kind(pace.advance(3, 30, now=0.0), Evaluate)] for _ in range(6)]
+    assert seen == [[], [6], [9], [12], [], [18]]
+    effects = pace.advance(3, 30, now=0.0)
+    assert gives(effects, Evaluate(21, 210, final=True), Checkpoint(21, 210, {}, final=True), Finish("all steps made"))
+    assert pace.over
+
+
+def test_one_evaluation_is_enough_for_several_multiples() -> None:
+    pace = Pace(schedule(steps=100, evaluate_every=4))
+    assert gives(pace.advance(13, 26, now=0.0), Evaluate(13, 26))
+
+
+def test_checkpoints_are_so_many_seconds_apart() -> None:
+    pace = Pace(schedule(checkpoint_seconds=10.0))
+    times = [0.0, 4.0, 9.9, 10.0, 12.0, 19.9, 25.0, 34.0, 35.0]
+    saved = [now for now in times if of_kind(pace.advance(1, 1, now, {"tau": 3}), Checkpoint)]
+    assert saved == [10.0, 25.0, 35.0]
+
+
+def test_a_checkpoint_keeps_what_the_protocol_wants_kept() -> None:
+    pace = Pace(schedule(checkpoint_seconds=1.0, first_step=5, first_samples=50))
+    pace.advance(1, 10, 0.0, {"tau": 2})
+    assert gives(pace.advance(1, 10, 1.0, {"tau": 3}), Checkpoint(7, 70, {"tau": 3}))
+
+
+def test_a_continued_run_makes_only_the_steps_that_are_left() -> None:
+    pace = Pace(schedule(steps=7, first_step=5, first_samples=50))
+    assert pace.steps_left == 2
+    assert not pace.advance(1, 10, 0.0)
+    assert of_kind(pace.advance(1, 10, 0.0), Evaluate)[0].samples == 70 and pace.over
+
+
+# ---- one learner ----------------------------------------------------------------------------------------------------
+
+
+def test_a_single_learner_computes_and_steps_until_all_steps_are_made() -> None:
+    alone = machine(Single(), "worker-0", steps=2)
+    assert gives(play(alone, Started(("worker-0",))), Compute())
+    assert gives(play(alone, gradient(samples=5)), Step(), Compute())
+    assert gives(
+        play(alone, gradient(samples=5)),
+        Step(),
+        Evaluate(2, 10, final=True),
+        Checkpoint(2, 10, {}, final=True),
+        Finish("all steps made"),
+    )
+    assert play(alone, gradient()) == []
+
+
+def test_a_single_learner_is_evaluated_before_it_computes_on() -> None:
+    alone = machine(Single(), "worker-0", steps=5, evaluate_every=1)
+    assert gives(play(alone, Started(("worker-0",)), gradient()), Step(), Evaluate(1, 1), Compute())
+
+
+# ---- Rudra: parameter server ----------------------------------------------------------------------------------------
+
+
+def test_rudra_section_3_1_the_hub_sends_weights_to_all_learners_first() -> None:
+    hub = machine(Server(), workers=3)
+    everybody = [Send(f"worker-{i}", Weights(0, snapshot())) for i in range(3)]
+    assert gives(play(hub, started(3)), *everybody)
+
+
+def test_rudra_section_3_1_a_learner_pulls_computes_and_pushes() -> None:
+    learner = machine(Server(), "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
+    assert play(learner, started()) == []
+    pulled = Weights(4, torch.tensor([1.0, 2.0, 3.0]))
+    assert gives(play(learner, Received("hub", pulled)), Install(pulled.values), Compute())
+    expected = Push(4, torch.tensor([0.5, 0.25]), snapshot(2), samples=16)
+    assert gives(play(learner, gradient((0.5, 0.25), samples=16)), Send("hub", expected))
+
+
+def test_rudra_eq3_hardsync_averages_one_gradient_of_each_learner() -> None:
+    hub = machine(Server(), workers=3)
+    play(hub, started(3))
+    assert play(hub, push("worker-2", [1.0, 0.0]), push("worker-0", [2.0, 4.0])) == []
+    assert gives(
+        play(hub, push("worker-1", [3.0, 2.0])),
+        Step(torch.tensor([2.0, 2.0])),
+        Record(staleness=(0, 0, 0)),
+        *(Send(f"worker-{i}", Weights(1, snapshot())) for i in range(3)),
+    )
+
+
+def test_rudra_eq7_gradients_count_by_their_samples() -> None:
+    hub = machine(Server())
+    effects = play(hub, started(), push("worker-0", [4.0, 8.0], samples=3), push("worker-1", [8.0, 0.0]))
+    assert gives(of_kind(effects, Step), Step(torch.tensor([5.0, 6.0])))
+    assert hub.pace.samples == 4
+
+
+def test_buffers_are_averaged_by_their_samples_and_installed_behind_the_parameters() -> None:
+    hub = machine(Server(), vector=(0.0, 0.0, 0.0), buffers=1)
+    first = push("worker-0", [0.0, 0.0], samples=3, buffers=[2.0])
+    effects = play(hub, started(), first, push("worker-1", [0.0, 0.0], buffers=[6.0]))
+    assert gives(effects[:2], Step(torch.zeros(2)), Install(torch.tensor([3.0]), start=2))
+
+
+def test_the_hub_does_not_write_into_the_gradients_it_was_sent() -> None:
+    hub = machine(Server(), vector=(0.0, 0.0, 0.0), buffers=1)
+    pushes = [push(f"worker-{i}", [1.0, 2.0], samples=2, buffers=[3.0]) for i in range(2)]
+    play(hub, started(), *pushes)
+    for received in pushes:
+        assert gives([received], push(received.sender, [1.0, 2.0], samples=2, buffers=[3.0]))
+
+
+def test_every_round_starts_from_nothing() -> None:
+    hub = machine(Server())
+    play(hub, started(), push("worker-0", [9.0, 9.0]), push("worker-1", [9.0, 9.0]))
+    effects = play(hub, push("worker-0", [1.0, 0.0], clock=1), push("worker-1", [0.0, 1.0], clock=1))
+    assert gives(of_kind(effects, Step), Step(torch.tensor([0.5, 0.5])))
+    assert of_kind(effects, Send)[0].message.clock == 2
+
+
+def test_a_dead_learner_is_no_longer_waited_for() -> None:
+    hub = machine(Server())
+    play(hub, started(), push("worker-0", [2.0, 0.0]))
+    assert gives(
+        play(hub, PeerLost("worker-1")),
+        Step(torch.tensor([2.0, 0.0])),
+        Record(staleness=(0,)),
+        Send("worker-0", Weights(1, snapshot())),
+    )
+
+
+def test_what_a_learner_pushed_before_it_died_counts() -> None:
+    hub = machine(Server())
+    assert play(hub, started(), push("worker-1", [4.0, 0.0]), PeerLost("worker-1")) == []
+    effects = play(hub, push("worker-0", [2.0, 2.0]))
+    assert gives(of_kind(effects, Step), Step(torch.tensor([3.0, 1.0])))
+    assert [send.to for send in of_kind(effects, Send)] == ["worker-0"]
+
+
+def test_a_newcomer_gets_the_weights_and_counts_from_this_round_on() -> None:
+    hub = machine(Server())
+    play(hub, started(), PeerLost("worker-1"))
+    assert gives(play(hub, PeerJoined("worker-1~2", "worker")), Send("worker-1~2", Weights(0, snapshot())))
+    assert play(hub, push("worker-0", [2.0, 0.0])) == []
+    effects = play(hub, push("worker-1~2", [0.0, 2.0]))
+    assert gives(of_kind(effects, Step), Step(torch.tensor([1.0, 1.0])))
+    assert [send.to for send in of_kind(effects, Send)] == ["worker-0", "worker-1~2"]
+
+
+def test_a_hub_whose_learners_all_died_goes_on_with_whoever_comes() -> None:
+    hub = machine(Server(), workers=1)
+    assert play(hub, started(1), PeerLost("worker-0")) == []
+    assert gives(play(hub, PeerJoined("worker-0~2", "worker")), Send("worker-0~2", Weights(0, snapshot())))
+
+
+def test_a_newcomer_of_another_role_is_not_waited_for() -> None:
+    hub = machine(Server())
+    assert play(hub, started(), PeerJoined("watcher", "observer")) == []
+    assert play(hub, push("worker-0", [0.0, 0.0]), push("worker-1", [0.0, 0.0])) != []
+
+
+def test_the_hub_ends_the_run_after_the_last_round_and_sends_nothing_more() -> None:
+    hub = machine(Server(), steps=1)
+    effects = play(hub, started(), push("worker-0", [2.0, 0.0], samples=8), push("worker-1", [0.0, 2.0], samples=8))
+    assert gives(
+        effects,
+        Step(torch.tensor([1.0, 1.0])),
+        Record(staleness=(0, 0)),
+        Evaluate(1, 16, final=True),
+        Checkpoint(1, 16, {}, final=True),
+        Finish("all steps made"),
+    )
+    assert play(hub, PeerLost("worker-0")) == []
+
+
+def test_a_continued_hub_goes_on_with_its_clock() -> None:
+    hub = machine(Server(), first_step=12)
+    assert of_kind(play(hub, started()), Send)[0].message.clock == 12
+
+
+@pytest.mark.parametrize(
+    ("event", "complaint"),
+    [
+        (push("stranger", [0.0, 0.0]), "stranger pushed"),
+        (push("worker-0", [0.0, 0.0], clock=1), "clock 1 in hardsync round 0"),
+        (push("worker-0", [0.0, 0.0], clock=-1), "clock -1 in hardsync round 0"),
+    ],
+)
+def test_an_impossible_push_breaks_an_invariant(event: Event, complaint: str) -> None:
+    hub = machine(Server())
+    play(hub, started())
+    with pytest.raises(InvariantBroken, match=complaint):
+        play(hub, event)
+
+
+def test_a_second_push_in_one_round_breaks_an_invariant() -> None:
+    hub = machine(Server())
+    play(hub, started(), push("worker-0", [0.0, 0.0]))
+    with pytest.raises(InvariantBroken, match="worker-0 pushed a gradient of clock 0 that nobody awaits"):
+        play(hub, push("worker-0", [0.0, 0.0]))
+
+
+def test_a_push_of_the_dead_breaks_an_invariant() -> None:
+    hub = machine(Server())
+    with pytest.raises(InvariantBroken, match="nobody awaits"):
+        play(hub, started(), PeerLost("worker-0"), push("worker-0", [0.0, 0.0]))
+
+
+def test_a_name_that_is_used_twice_breaks_an_invariant() -> None:
+    hub = machine(Server())
+    with pytest.raises(InvariantBroken, match=r"awaits the counted \['worker-0'\]"):
+        play(hub, started(), push("worker-0", [0.0, 0.0]), PeerJoined("worker-0", "worker"))
+
+
+def test_weights_in_the_middle_of_a_gradient_break_an_invariant() -> None:
+    learner = machine(Server(), "worker-0")
+    weights = Received("hub", Weights(0, torch.zeros(2)))
+    with pytest.raises(InvariantBroken, match="while a gradient was being taken"):
+        play(learner, weights, weights)
+
+
+# ---- SparkNet: averaging --------------------------------------------------------------------------------------------
+
+
+def joint(tau: int, round: int = 0, values: tuple[float, ...] = (0.0, 0.0)) -> Broadcasted:
+    return Broadcasted("joint", ("hub", "worker-0", "worker-1"), Joint(round, tau, torch.tensor(values)))
+
+
+def reduced(round: int, total: Iterable[float] | None = (2.0, 4.0), workers: int = 2) -> Reduced:
+    values = None if total is None else torch.tensor(list(total))
+    names = tuple(f"worker-{i}" for i in range(workers)) if total is not None else ()
+    return Reduced(f"round {round}", values, float(len(names)), names)
+
+
+def tau_of(effects: list[Effect]) -> int:
+    (broadcast,) = of_kind(effects, Broadcast)
+    return int(broadcast.message.tau)
+
+
+def test_sparknet_a_round_begins_with_a_broadcast_and_an_open_reduction() -> None:
+    hub = machine(Averaging(tau=3))
+    members = ("hub", "worker-0", "worker-1")
+    opened = Broadcast("joint", members, Joint(0, 3, snapshot())), Reduce("round 0", members)
+    assert gives(play(hub, started()), *opened)
+
+
+def test_sparknet_a_worker_makes_tau_steps_from_the_joint_model_and_contributes() -> None:
+    worker = machine(Averaging(tau=3), "worker-0")
+    assert gives(play(worker, started(), joint(3, values=(1.0, 2.0))), Install(torch.tensor([1.0, 2.0])), Compute())
+    for _ in range(2):
+        assert gives(play(worker, gradient()), Step(), Compute())
+    members = ("hub", "worker-0", "worker-1")
+    assert gives(play(worker, gradient()), Step(), Reduce("round 0", members, snapshot(), weight=1.0))
+
+
+def test_sparknet_the_mean_is_installed_and_the_next_round_opened() -> None:
+    hub = machine(Averaging(tau=3), batch_size=10)
+    members = ("hub", "worker-0", "worker-1")
+    assert gives(
+        play(hub, started(), reduced(0, (2.0, 4.0))),
+        Install(torch.tensor([1.0, 2.0])),
+        Record({"round": 0, "tau": 3, "workers": 2}),
+        Broadcast("joint", members, Joint(1, 3, snapshot())),
+        Reduce("round 1", members),
+    )
+    assert (hub.pace.step, hub.pace.samples) == (3, 60)
+
+
+def test_the_last_round_has_only_the_steps_that_are_left() -> None:
+    hub = machine(Averaging(tau=4), steps=10)
+    assert tau_of(play(hub, started())) == 4
+    assert tau_of(play(hub, reduced(0))) == 4
+    assert tau_of(play(hub, reduced(1))) == 2
+    effects = play(hub, reduced(2))
+    assert of_kind(effects, Evaluate)[0].step == 10
+    assert of_kind(effects, Finish) and not of_kind(effects, Broadcast)
+
+
+def test_the_dead_are_left_out_of_the_next_round_and_newcomers_are_in_it() -> None:
+    hub = machine(Averaging(tau=1), workers=3)
+    assert play(hub, started(3), PeerLost("worker-1"), PeerJoined("worker-1~2", "worker")) == []
+    effects = play(hub, reduced(0))
+    assert of_kind(effects, Broadcast)[0].members == ("hub", "worker-0", "worker-2", "worker-1~2")
+    assert of_kind(effects, Reduce)[0].members == ("hub", "worker-0", "worker-2", "worker-1~2")
+
+
+def test_a_round_that_nobody_survived_is_made_again_from_the_same_model() -> None:
+    hub = machine(Averaging(tau=4), steps=8)
+    play(hub, started(), PeerLost("worker-0"), PeerLost("worker-1"))
+    assert play(hub, reduced(0, None)) == []
+    effects = play(hub, PeerJoined("worker-0~2", "worker"))
+    assert tau_of(effects) == 4 and not of_kind(effects, Install)
+    assert hub.pace.step == 0
+
+
+def test_a_newcomer_of_another_role_is_in_no_round() -> None:
+    hub = machine(Averaging(tau=1))
+    play(hub, started(), PeerJoined("watcher", "observer"))
+    assert of_kind(play(hub, reduced(0)), Broadcast)[0].members == ("hub", "worker-0", "worker-1")
+
+
+@pytest.mark.parametrize(
+    ("waits", "steps"),
+    [((0.3, 0.5), (0.1, 0.1)), ((2.0, 1.0), (0.3, 0.5)), ((0.001, 0.2), (1.0, 3.0)), ((7.0, 9.0), (0.25, 0.25))],
+)
+def test_sparknet_tau_makes_computing_five_times_as_long_as_communicating(
+    waits: tuple[float, ...], steps: tuple[float, ...]
+) -> None:
+    hub = machine(Averaging())
+    assert tau_of(play(hub, started())) == 1
+    efforts = [Received(f"worker-{i}", Effort(*pair)) for i, pair in enumerate(zip(waits, steps, strict=True))]
+    expected = max(1, math.ceil(5 * min(waits) / statistics.median(steps)))
+    assert tau_of(play(hub, *efforts, reduced(0))) == expected
+
+
+def test_tau_stays_where_it_is_until_something_was_measured() -> None:
+    hub = machine(Averaging())
+    unmeasured = [Received(f"worker-{i}", Effort(None, 0.1)) for i in range(2)]
+    assert tau_of(play(hub, started(), *unmeasured, reduced(0))) == 1
+    assert tau_of(play(hub, Received("worker-0", Effort(0.2, 0.1)), reduced(1))) == 10
+    assert tau_of(play(hub, reduced(2))) == 10
+
+
+def test_a_fixed_tau_is_not_changed_by_measurements() -> None:
+    hub = machine(Averaging(tau=2))
+    assert tau_of(play(hub, started(), Received("worker-0", Effort(9.0, 0.1)), reduced(0))) == 2
+
+
+def test_a_worker_reports_how_long_it_waited_and_how_long_a_step_took() -> None:
+    worker = machine(Averaging(), "worker-0")
+    play(worker, started(), joint(2), gradient(seconds=0.25), now=1.0)
+    first = play(worker, gradient(seconds=0.5), now=2.0)
+    assert gives(of_kind(first, Send), Send("hub", Effort(None, 0.375)))
+    play(worker, joint(1, round=1), now=2.75)
+    second = play(worker, gradient(seconds=0.5), now=3.0)
+    assert gives(of_kind(second, Send), Send("hub", Effort(0.75, 0.5)))
+
+
+def test_a_continued_hub_goes_on_with_the_tau_it_had_measured() -> None:
+    hub = machine(Averaging(), restored={"tau": 6})
+    assert tau_of(play(hub, started())) == 6
+    (checkpoint,) = of_kind(play(hub, StopRequested("enough")), Checkpoint)
+    assert checkpoint.state == {"tau": 6}
+
+
+def test_a_round_that_begins_too_early_breaks_an_invariant() -> None:
+    worker = machine(Averaging(tau=2), "worker-0")
+    with pytest.raises(InvariantBroken, match="round 1 began while round 0 lacked steps"):
+        play(worker, joint(2), gradient(), joint(2, round=1))
+
+
+def test_a_step_beyond_tau_breaks_an_invariant() -> None:
+    worker = machine(Averaging(tau=1), "worker-0")
+    with pytest.raises(InvariantBroken, match="2 steps in a round of 1"):
+        play(worker, joint(1), gradient(), gradient())
+
+
+def test_a_worker_that_is_present_twice_breaks_an_invariant() -> None:
+    hub = machine(Averaging(tau=1))
+    with pytest.raises(InvariantBroken, match="present twice"):
+        play(hub, started(), PeerJoined("worker-0", "worker"))
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tau", [0, -3])
+def test_a_tau_below_one_is_refused(tau: int) -> None:
+    with pytest.raises(UsageError, match=f"tau must be at least 1 or 'auto', not {tau}"):
+        Averaging(tau=tau)
+
+
+@pytest.mark.parametrize("options", VARIANTS, ids=str)
+def test_messages_are_frozen(options: Options) -> None:
+    """A message that could be changed could be changed after it was sent."""
+    for cls in options.messages:
+        assert issubclass(cls, Message) and cls.__struct_config__.frozen
+
+
+def test_a_snapshot_is_no_tensor_until_it_is_sent() -> None:
+    assert not isinstance(snapshot(), Tensor)

@@ -1,0 +1,191 @@
+"""What `run` and `resume` promise beyond what every protocol and runtime passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tether import Averaging, Server, Sim, Single, Task, TaskError, UsageError, resume, run
+from tether.progress import Progress, make_progress
+from tether.protocols import Options
+from tether.testing import Blobs, largest_difference, train_quietly
+from tether.trace import Meter
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("options", [Single(), Server()], ids=str)
+def test_a_run_in_two_parts_equals_one_in_one_go(options: Options, tmp_path: Path) -> None:
+    workers = options.workers_max or 3
+    whole = train_quietly(Blobs(norm=False), options, Sim(workers), tmp_path / "whole", steps=40)
+    train_quietly(Blobs(norm=False), options, Sim(workers), tmp_path / "parts", steps=15)
+    parts = resume(tmp_path / "parts", Blobs(norm=False), steps=40, progress=make_progress(quiet=True))
+    assert parts.figures["digest"] == whole.figures["digest"]
+    assert parts.figures["samples"] == whole.figures["samples"]
+
+
+class Scheduled(Blobs):
+    """Its learning rate falls by half every ten steps."""
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.5)
+
+
+def test_learning_rate_schedules_act_and_are_resumed(tmp_path: Path) -> None:
+    task = Scheduled(norm=False)
+    whole = train_quietly(task, Single(), Sim(1), tmp_path / "whole", steps=40)
+    plain = train_quietly(Blobs(norm=False), Single(), Sim(1), tmp_path / "plain", steps=40)
+    train_quietly(task, Single(), Sim(1), tmp_path / "parts", steps=15)
+    parts = resume(tmp_path / "parts", task, steps=40, progress=make_progress(quiet=True))
+    assert parts.figures["digest"] == whole.figures["digest"] != plain.figures["digest"]
+
+
+def test_single_equals_a_plain_loop(tmp_path: Path) -> None:
+    task = Blobs(norm=False)
+    ours = train_quietly(task, Single(), Sim(1), tmp_path / "run", steps=30).model
+    torch.manual_seed(0)
+    model = task.model()
+    optimizer = task.optimizer(model)
+    from tether.task import Batches
+
+    for _, batch in zip(range(30), Batches(task, task.train_data(), seed=0), strict=False):
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    assert largest_difference(ours, model) < 1e-5
+
+
+class Nosy(Progress):
+    """A display that takes note of everything."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def meter(self, meter: Meter, time: float) -> None:
+        self.calls.append("meter")
+
+    def evaluation(self, metrics: dict[str, float], time: float, step: int) -> None:
+        self.calls.append("evaluation")
+
+
+class Drops(Blobs):
+    """Uses the global random numbers."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return super().loss(model, batch) * random.random() * np.random.rand()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        torch.rand(5), random.random(), np.random.rand()
+        return {"error": 0.0}
+
+
+def test_a_result_does_not_depend_on_display_trace_record_or_evaluation(tmp_path: Path) -> None:
+    nosy = Nosy()
+    plain = train_quietly(Drops(), Averaging(tau=3), Sim(3), tmp_path / "plain", steps=30, trace=False)
+    watched = run(
+        Drops(),
+        Averaging(tau=3),
+        Sim(3),
+        run_dir=tmp_path / "watched",
+        steps=30,
+        progress=nosy,
+        record=True,
+        evaluate_every=0.01,
+        checkpoint_seconds=0.1,
+    )
+    assert {"meter", "evaluation"} <= set(nosy.calls)
+    assert watched.figures["digest"] == plain.figures["digest"]
+
+
+def test_the_trace_opens_as_json_and_shows_every_node(tmp_path: Path) -> None:
+    train_quietly(Blobs(), Averaging(tau=3), Sim(2), tmp_path / "run", steps=9)
+    events = json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"hub", "worker-0", "worker-1"}
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {"gradient", "wait"} <= {span["name"] for span in spans}
+    assert any(span["name"].startswith("broadcast of joint") for span in spans)
+    assert all(span["dur"] >= 0 for span in spans)
+
+
+def test_the_run_directory_is_named_after_the_run_and_never_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quiet = make_progress(quiet=True)
+    first, second = (run(Blobs(), Single(), Sim(1), steps=2, progress=quiet).directory for _ in range(2))
+    assert first != second
+    assert all(path.parent == Path("runs") and path.name.startswith("blobs-single-") for path in (first, second))
+    with pytest.raises(UsageError, match="holds a run already"):
+        run(Blobs(), Single(), Sim(1), steps=2, progress=quiet, run_dir=first)
+
+
+def test_what_is_no_task_or_no_protocol_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"write Blobs\(\)"):
+        run(Blobs, steps=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"such as tether.Averaging\(\)"):
+        run(Blobs(), "averaging", steps=1)  # type: ignore[arg-type]
+
+
+class Stray(Blobs):
+    """Its optimizer holds something that is not part of the model."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.1)
+
+
+def test_a_parameter_outside_the_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match="make it part of what model"):
+        train_quietly(Stray(), Single(), Sim(1), tmp_path / "run", steps=1)
+
+
+class Unlearning(Task):
+    """Its metric is no number."""
+
+    batch_size = 1
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def train_data(self) -> Any:
+        return [torch.zeros(1)] * 4
+
+    def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
+        loss: Tensor = model(batch).sum()
+        return loss
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"error": float("nan")}
+
+
+def test_a_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    result = train_quietly(Unlearning(), Single(), Sim(1), tmp_path / "run", steps=4)
+    assert result.figures["metrics"] == {"error": None}
+    for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_every_example_runs(example: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(example)], cwd=tmp_path, capture_output=True, text=True, timeout=300, env={**os.environ}
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_first_program_of_the_readme_is_the_example() -> None:
+    assert (ROOT / "examples" / "digits.py").read_text().partition('"""\n\n')[2] in (ROOT / "README.md").read_text()

@@ -1,0 +1,269 @@
+"""A run directory always holds a checkpoint that can be read, exactly as it was saved."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tether import Averaging, Server, Sim, Single
+from tether.errors import UsageError, WireError
+from tether.learner import Learner
+from tether.progress import make_progress
+from tether.run import resume
+from tether.rundir import CHECKPOINTS_KEPT, Restored, RunDirectory
+from tether.task import Batches
+from tether.testing import Blobs, largest_difference, train_quietly
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run", "a run")
+
+
+def save(directory: RunDirectory, step: int) -> Path:
+    return directory.save_checkpoint(step, 10 * step, torch.full((3,), float(step)), {"tau": step}, {})
+
+
+def newest(directory: RunDirectory) -> Restored:
+    restored = directory.load_checkpoint()
+    assert restored is not None
+    return restored
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_comes_back(directory: RunDirectory) -> None:
+    weights = torch.randn(1000)
+    state = {"tau": 4, "waits": [0.1, None], "pair": (1, "two"), "by step": {3: torch.arange(2)}}
+    directory.save_checkpoint(7, 70, weights, state, {"momentum": torch.ones(2, dtype=torch.float64)})
+    restored = newest(directory)
+    assert (restored.step, restored.samples) == (7, 70)
+    assert torch.equal(restored.weights, weights)
+    assert torch.equal(restored.state.pop("by step")[3], torch.arange(2))
+    assert restored.state == {"tau": 4, "waits": [0.1, None], "pair": (1, "two")}
+    assert restored.replica_state["momentum"].dtype == torch.float64
+
+
+def test_a_run_without_checkpoints_has_none(directory: RunDirectory) -> None:
+    assert directory.load_checkpoint() is None
+
+
+def test_the_newest_two_are_kept_and_the_newest_is_read(directory: RunDirectory) -> None:
+    for step in (5, 50, 500, 5000):
+        save(directory, step)
+    kept = sorted(path.name for path in (directory.path / "checkpoints").iterdir())
+    assert kept == ["step-000000500", "step-000005000"] and len(kept) == CHECKPOINTS_KEPT
+    assert newest(directory).step == 5000
+
+
+def test_saving_a_step_again_replaces_it(directory: RunDirectory) -> None:
+    save(directory, 3)
+    directory.save_checkpoint(3, 31, torch.zeros(3), {}, {})
+    assert newest(directory).samples == 31
+
+
+def test_a_partial_checkpoint_is_ignored_and_does_no_harm(directory: RunDirectory) -> None:
+    complete = save(directory, 3)
+    for name in (".partial-1-9", "step-9.tmp", "notes"):
+        shutil.copytree(complete, complete.parent / name)
+    assert newest(directory).step == 3
+    save(directory, 4)
+    assert newest(directory).step == 4
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
+    """The function, at whose so-manyth call the process is killed."""
+    calls = itertools.count(1)
+
+    def wrapped(*arguments: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return function(*arguments)
+
+    return wrapped
+
+
+@pytest.mark.parametrize(("owner", "name", "calls"), [(os, "fsync", 3), (Path, "replace", 1), (Path, "rename", 1)])
+def test_whenever_the_process_is_killed_a_complete_checkpoint_is_there(
+    owner: Any, name: str, calls: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(directory, 3)
+    for call in range(1, calls + 1):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(owner, name, killed_at(getattr(owner, name), call))
+            save(directory, 4)
+        restored = newest(directory)
+        assert restored.step in (3, 4)
+        assert torch.equal(restored.weights, torch.full((3,), float(restored.step)))
+        assert restored.state == {"tau": restored.step}
+    save(directory, 4)
+    assert newest(directory).step == 4
+
+
+def damage_truncated_tensors(path: Path) -> None:
+    file = path / "tensors.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def damage_empty_tensors(path: Path) -> None:
+    (path / "tensors.safetensors").write_bytes(b"")
+
+
+def damage_missing_tensors(path: Path) -> None:
+    (path / "tensors.safetensors").unlink()
+
+
+def damage_truncated_state(path: Path) -> None:
+    file = path / "state.json"
+    file.write_bytes(file.read_bytes()[:20])
+
+
+def damage_missing_state(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def damage_incomplete_state(path: Path) -> None:
+    (path / "state.json").write_text('{"step": 9}')
+
+
+DAMAGES = [
+    damage_truncated_tensors,
+    damage_empty_tensors,
+    damage_missing_tensors,
+    damage_truncated_state,
+    damage_missing_state,
+    damage_incomplete_state,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(damage: Any, directory: RunDirectory) -> None:
+    save(directory, 3)
+    damage(save(directory, 9))
+    assert newest(directory).step == 3
+    damage(directory.path / "checkpoints" / "step-000000003")
+    assert directory.load_checkpoint() is None
+
+
+def test_a_state_that_cannot_be_saved_leaves_the_checkpoints_as_they_are(directory: RunDirectory) -> None:
+    save(directory, 3)
+    with pytest.raises(WireError, match="a set cannot be saved"):
+        directory.save_checkpoint(4, 40, torch.zeros(3), {"seen": {1, 2}}, {})
+    assert newest(directory).step == 3
+
+
+class Groups(Blobs):
+    """Adam over two groups, with a schedule."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        first, *others = model.children()
+        rest = [p for other in others for p in other.parameters()]
+        groups = [{"params": list(first.parameters()), "lr": 0.02, "betas": (0.8, 0.9)}, {"params": rest}]
+        return torch.optim.Adam(groups, lr=0.01, amsgrad=True)
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2)
+
+
+def learner(first: int = 0) -> Learner:
+    task = Groups(batch_size=8)
+    return Learner(task, Batches(task, task.train_data(), seed=0, first=first), node="worker-0", seed=0)
+
+
+def advance(learner: Learner, steps: int) -> None:
+    for _ in range(steps):
+        learner.compute(fresh=False)
+        learner.step(None, rate=1.0)
+
+
+def test_an_optimizer_goes_on_exactly_where_its_checkpoint_left_it(directory: RunDirectory) -> None:
+    original = learner()
+    advance(original, 3)
+    directory.save_checkpoint(3, 24, original.weights, {}, original.state())
+    restored = newest(directory)
+    further = learner(first=restored.samples)
+    further.weights.copy_(restored.weights)
+    further.restore(restored.replica_state)
+    advance(original, 5)
+    advance(further, 5)
+    assert torch.equal(original.weights, further.weights)
+    ours, theirs = further.optimizer.param_groups, original.optimizer.param_groups
+    assert [group["lr"] for group in ours] == [group["lr"] for group in theirs] == pytest.approx([2e-6, 1e-6])
+    assert ours[0]["betas"] == (0.8, 0.9)
+
+
+# ---- resuming -------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_learner_that_was_resumed_equals_one_that_never_stopped(tmp_path: Path) -> None:
+    sim, task = Sim(workers=1), Blobs(norm=False)
+    train_quietly(task, Single(), sim, tmp_path / "halves", steps=10)
+    resumed = resume(tmp_path / "halves", task, steps=25, progress=make_progress(quiet=True))
+    whole = train_quietly(task, Single(), sim, tmp_path / "whole", steps=25)
+    assert largest_difference(resumed.model, whole.model) == 0.0
+    assert resumed.figures["samples"] == whole.figures["samples"] == 25 * 16
+
+
+def test_hardsync_that_was_resumed_equals_hardsync_that_never_stopped(tmp_path: Path) -> None:
+    sim, task = Sim(workers=3), Blobs(norm=False)
+    train_quietly(task, Server(), sim, tmp_path / "halves", steps=10)
+    resumed = resume(tmp_path / "halves", task, steps=20, progress=make_progress(quiet=True))
+    whole = train_quietly(task, Server(), sim, tmp_path / "whole", steps=20)
+    assert largest_difference(resumed.model, whole.model) == 0.0
+
+
+def test_a_finished_run_without_a_further_goal_is_not_resumed(tmp_path: Path) -> None:
+    train_quietly(Blobs(), Averaging(tau=2), Sim(workers=2), tmp_path / "run", steps=4)
+    with pytest.raises(UsageError, match="the run has made its 4 steps"):
+        resume(tmp_path / "run", Blobs(), progress=make_progress(quiet=True))
+
+
+# ---- the directory itself -------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_holds_a_run_is_refused(directory: RunDirectory) -> None:
+    directory.write_config({"status": "finished"})
+    with pytest.raises(UsageError, match=r"holds a run already.*'tether resume "):
+        RunDirectory.create(directory.path, "another")
+    assert directory.read_config() == {"status": "finished"}
+
+
+def test_unnamed_runs_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    paths = {RunDirectory.create(None, "digits-server").path for _ in range(3)}
+    assert len(paths) == 3
+    assert all(path.parent == Path("runs") and path.name.startswith("digits-server-") for path in paths)
+
+
+def test_a_place_where_no_directory_can_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match=r"cannot make the run directory .*file/run"):
+        RunDirectory.create(tmp_path / "file" / "run", "a run")
+
+
+def test_only_a_run_can_be_opened(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is no run directory: it has no run\.json"):
+        RunDirectory.open(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(UsageError, match=r"run\.json is damaged"):
+        RunDirectory.open(tmp_path).read_config()
+
+
+def test_a_configuration_is_replaced_as_a_whole(directory: RunDirectory) -> None:
+    directory.write_config({"status": "running", "many": list(range(1000))})
+    directory.write_config({"status": "finished"})
+    assert directory.read_config() == {"status": "finished"}
+    assert [path.name for path in directory.path.iterdir()] == ["run.json"]

@@ -1,0 +1,179 @@
+"""However many workers read the data, together they read what one would have read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from tether.errors import TaskError
+from tether.learner import build_model
+from tether.task import Batches, SyntheticTask, Task, check_task
+
+
+class Numbers(Task):
+    """Batches are lists of sample numbers."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def collate(self, samples: list[Any]) -> Any:
+        return samples
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return torch.zeros(())
+
+
+def read(length: int, batch_size: int, steps: int, **place: int) -> list[list[int]]:
+    """The first mini-batches of one worker, as sample numbers."""
+    return list(islice(Batches(Numbers(batch_size), range(length), **{"seed": 0, **place}), steps))
+
+
+def joined(parts: Any) -> list[int]:
+    return [number for part in parts for number in part]
+
+
+# ---- sharing --------------------------------------------------------------------------------------------------------
+
+
+@given(
+    workers=st.integers(1, 6),
+    batch_size=st.integers(1, 7),
+    length=st.integers(1, 60),
+    first=st.integers(0, 150),
+    seed=st.integers(0, 3),
+)
+def test_k_workers_with_batches_of_m_see_in_each_step_what_one_with_k_times_m_sees(
+    workers: int, batch_size: int, length: int, first: int, seed: int
+) -> None:
+    steps = 2 + 2 * length // (workers * batch_size)
+    together = [
+        read(length, batch_size, steps, index=index, count=workers, first=first, seed=seed) for index in range(workers)
+    ]
+    alone = read(length, workers * batch_size, steps, first=first, seed=seed)
+    assert [joined(parts) for parts in zip(*together, strict=True)] == alone
+
+
+@given(batch_size=st.integers(1, 9), length=st.integers(1, 40))
+def test_each_epoch_is_a_permutation_of_the_data(batch_size: int, length: int) -> None:
+    sequence = joined(read(length, batch_size, -(-3 * length // batch_size)))
+    for epoch in range(3):
+        assert sorted(sequence[epoch * length : (epoch + 1) * length]) == list(range(length))
+
+
+def test_epochs_and_seeds_have_different_orders() -> None:
+    first, second = read(100, 100, 2)
+    (other,) = read(100, 100, 1, seed=1)
+    assert first != second and first != other
+    assert read(100, 100, 2) == [first, second]
+
+
+def test_reading_on_after_so_many_samples_gives_what_comes_next() -> None:
+    assert read(50, 5, 4, first=35) == read(50, 5, 11)[7:]
+
+
+# ---- kinds of data --------------------------------------------------------------------------------------------------
+
+POINTS = torch.arange(40.0).reshape(20, 2)
+LABELS = torch.arange(20)
+
+
+class MapStyle(Dataset[tuple[Tensor, Tensor]]):
+    """The least a dataset can be."""
+
+    def __len__(self) -> int:
+        return len(POINTS)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return POINTS[index], LABELS[index]
+
+
+class AtOnce(MapStyle):
+    """Fetches a whole mini-batch at a time."""
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        raise AssertionError("one by one although __getitems__ is there")
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return [MapStyle.__getitem__(self, index) for index in indices]
+
+
+class Doubling(Task):
+    """A collate of its own must be used for tensors too."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        points, labels = super().collate(samples)
+        return [2 * points, labels]
+
+
+@pytest.mark.parametrize("data", [MapStyle(), AtOnce(), TensorDataset(POINTS, LABELS)], ids=lambda d: type(d).__name__)
+@pytest.mark.parametrize(("task", "factor"), [(Task(), 1), (Doubling(), 2)], ids=["plain", "own collate"])
+def test_every_kind_of_dataset_gives_the_same_batches(data: Any, task: Task, factor: int) -> None:
+    task.batch_size = 6
+    numbers = read(20, 6, 5)
+    for (points, labels), expected in zip(Batches(task, data, seed=0), numbers, strict=False):
+        assert torch.equal(points, factor * POINTS[expected]) and labels.tolist() == expected
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+class Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def test_data_without_a_length_is_refused() -> None:
+    for data in (Endless(), iter([1, 2, 3]), {1, 2, 3}):
+        with pytest.raises(TaskError, match=f"task Numbers returned {type(data).__name__}.* map-style Dataset"):
+            check_task(Numbers(1), data, workers=1)
+
+
+def test_fewer_samples_than_workers_are_refused() -> None:
+    with pytest.raises(TaskError, match=r"3 training samples for 4 workers.* at most 3 workers"):
+        check_task(Numbers(1), range(3), workers=4)
+    assert check_task(Numbers(1), range(4), workers=4) == 4
+
+
+def test_a_batch_size_below_one_is_refused() -> None:
+    with pytest.raises(TaskError, match="batch_size of task Numbers is 0"):
+        check_task(Numbers(0), range(3), workers=1)
+
+
+@pytest.mark.parametrize("method", ["model", "train_data", "loss"])
+def test_a_missing_method_is_named(method: str) -> None:
+    arguments = (nn.Identity(), []) if method == "loss" else ()
+    with pytest.raises(TaskError, match=rf"task Task lacks the method {method}\(\)"):
+        getattr(Task(), method)(*arguments)
+
+
+def test_a_missing_loss_is_noticed_before_anything_runs() -> None:
+    with pytest.raises(TaskError, match=r"lacks the method loss\(\)"):
+        check_task(Task(), range(3), workers=1)
+
+
+def test_every_replica_starts_equal_and_the_global_random_state_is_left_alone() -> None:
+    class Linear(Task):
+        def model(self) -> nn.Module:
+            return nn.Linear(4, 4)
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    models = [build_model(Linear(), seed=1), build_model(Linear(), seed=1), build_model(Linear(), seed=2)]
+    assert torch.equal(torch.rand(3), expected)
+    weights = [model.weight for model in models]
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
+def test_the_synthetic_task_starts_at_an_error_of_one() -> None:
+    task = SyntheticTask(parameters=9)
+    assert task.evaluate(task.model()) == {"error": 1.0}
+    assert check_task(task, task.train_data(), workers=10) == 10_000
