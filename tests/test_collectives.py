@@ -227,10 +227,29 @@ def test_without_deaths_every_member_contributes() -> None:
         assert all(len(event.contributors) == len(network.names) - 1 for event in network.closed)
 
 
-def test_without_deaths_nothing_is_kept_of_a_reduction_after_the_next_broadcast() -> None:
-    for seed in range(100):
-        network = Network(seed, workers=1 + seed % 9, deaths=0, joins=seed % 3).run()
-        assert all(not network.peers[name].part._reductions for name in network.living)
+def test_nothing_is_kept_of_a_reduction_after_the_next_broadcast_whoever_dies() -> None:
+    """Not even if a sum is sent again after the root has closed."""
+    for seed in SEEDS:
+        network = drawn(seed).run()
+        keeping = [name for name in network.living if network.peers[name].part._reductions]
+        assert not keeping, f"seed {seed}: {keeping} keep something"
+
+
+def test_a_member_that_was_spared_a_broadcast_still_hears_what_was_closed() -> None:
+    members = ("root", "a", "b", "c")  # c is a child of a
+    sent: list[tuple[str, Any]] = []
+    root, c = Collectives("root", lambda to, message: sent.append((to, message))), Collectives("c", lambda *_: None)
+    c.reduce(Reduce("r", members, torch.ones(2), 1.0))
+    for covers in (("a", "c"), ("b",)):
+        root.receive(Up("r", members, torch.ones(2), float(len(covers)), covers))
+    assert root.reduce(Reduce("r", members))
+    for number in (0, 1):  # both go to a, who dies before it passes any of them on
+        root.broadcast(Broadcast("joint", members, Note(number)))
+    sent.clear()
+    root.lost("a"), c.lost("a")
+    assert [(to, message.number) for to, message in sent] == [("c", 1)]
+    c.receive(sent[0][1])
+    assert not c._reductions
 
 
 def test_a_message_travels_along_a_tree_and_not_from_the_root_to_all() -> None:
@@ -250,6 +269,19 @@ def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_rou
     assert [to for to, _ in told] == ["d"]
     assert member.receive(down(0)) == [] and member.receive(down(1)) == []
     assert len(told) == 1
+
+
+def test_a_sum_goes_up_once_to_each_parent() -> None:
+    told: list[tuple[str, Any]] = []
+    member = Collectives("d", lambda to, message: told.append((to, message)))
+    member.reduce(Reduce("r", ("a", "b", "c", "d", "e"), torch.ones(2), weight=3.0))
+    assert [to for to, _ in told] == ["b"]
+    member.lost("c"), member.lost("e")
+    assert len(told) == 1
+    member.lost("b")
+    (_, first), (to, again) = told
+    assert to == "a" and again is first
+    assert first.values.tolist() == [3.0, 3.0] and first.weight == 3.0 and first.covers == ("d",)
 
 
 def test_streams_are_independent_of_each_other() -> None:

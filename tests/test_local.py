@@ -156,7 +156,7 @@ def test_after_kill_9_of_the_driver_no_process_is_left_and_the_run_resumes(tmp_p
     process = tether_train(tmp_path, ["--workers", "2", "--checkpoint-seconds", "0.1"])
     nodes = descendants(process.pid)
     sockets = {path for path in Path("/tmp").glob("tether-*")}
-    while not list((tmp_path / "run" / "checkpoints").glob("step-*")):
+    while not list((tmp_path / "run" / "checkpoints").glob("at-*")):
         time.sleep(0.05)
     with pytest.raises(UsageError, match="still running"):
         resume(tmp_path / "run")
@@ -164,7 +164,7 @@ def test_after_kill_9_of_the_driver_no_process_is_left_and_the_run_resumes(tmp_p
     process.communicate()
     assert gone(nodes, 3.0)
     assert not any(path.exists() for path in sockets)
-    samples = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/state.json")).read_text())["samples"]
+    samples = json.loads(next((tmp_path / "run" / "checkpoints").glob("at-*/state.json")).read_text())["samples"]
     result = resume(tmp_path / "run", epochs=samples / 1442 + 50, progress=make_progress(quiet=True))
     assert result.metrics["error"] < 0.05
 

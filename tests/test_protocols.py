@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import statistics
 from collections.abc import Iterable
 from typing import Any
@@ -480,6 +481,20 @@ def test_a_continued_hub_goes_on_with_the_tau_it_had_measured() -> None:
     assert checkpoint.state == {"tau": 6}
 
 
+def test_a_continued_run_has_the_tau_it_was_given_and_not_that_of_its_short_last_round() -> None:
+    first = machine(Averaging(tau=4), steps=5)
+    assert tau_of(play(first, started(), reduced(0))) == 1
+    (checkpoint,) = of_kind(play(first, reduced(1)), Checkpoint)
+    further = machine(Averaging(tau=4), steps=50, first_step=5, restored=checkpoint.state)
+    assert tau_of(play(further, started())) == 4
+
+
+def test_a_reduction_that_closes_outside_of_its_round_breaks_an_invariant() -> None:
+    hub = machine(Averaging(tau=1))
+    with pytest.raises(InvariantBroken, match="round 7 closed outside of round 1"):
+        play(hub, started(), reduced(0), reduced(7))
+
+
 def test_a_round_that_begins_too_early_breaks_an_invariant() -> None:
     worker = machine(Averaging(tau=2), "worker-0")
     with pytest.raises(InvariantBroken, match="round 1 began while round 0 lacked steps"):
@@ -505,6 +520,18 @@ def test_a_worker_that_is_present_twice_breaks_an_invariant() -> None:
 def test_a_tau_below_one_is_refused(tau: int) -> None:
     with pytest.raises(UsageError, match=f"tau must be at least 1 or 'auto', not {tau}"):
         Averaging(tau=tau)
+
+
+@pytest.mark.parametrize("tau", ["fast", "5", 2.5, None, True])
+def test_a_tau_that_is_no_number_of_steps_is_refused(tau: Any) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"option tau of protocol averaging is {tau!r}; expected")):
+        Averaging(tau=tau)
+
+
+@pytest.mark.parametrize("sync", ["tight", None, 1])
+def test_a_synchronisation_that_is_not_there_is_refused(sync: Any) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"option sync of protocol server is {sync!r}; expected")):
+        Server(sync=sync)
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

@@ -35,7 +35,7 @@ def recorded(tmp_path: Path) -> Callable[..., Path]:
 
 
 def entries(path: Path) -> list[Entry]:
-    """Each entry as [time, digest of the effects, frames]."""
+    """Each entry as a list whose last item are the frames of the event."""
     data, found = path.read_bytes(), []
     while data:
         length = struct.unpack_from("<Q", data)[0]
@@ -49,8 +49,13 @@ def rewrite(path: Path, written: list[Entry]) -> None:
     path.write_bytes(b"".join(struct.pack("<Q", len(entry)) + entry for entry in encoded))
 
 
+def clear_gradient(entry: Entry) -> None:
+    """The first tensor of the event becomes zeros."""
+    entry[-1][1] = bytes(len(entry[-1][1]))
+
+
 def kinds(written: list[Entry]) -> list[str]:
-    return [msgspec.msgpack.decode(frames[0])["type"] for _, _, frames in written]
+    return [msgspec.msgpack.decode(entry[-1][0])["type"] for entry in written]
 
 
 @pytest.mark.parametrize("options", [Server(), Averaging(tau=2), Averaging()], ids=str)
@@ -77,9 +82,9 @@ def test_an_altered_joint_model_is_noticed_at_the_event_that_brought_it(recorded
     file = run / "record" / "worker-1.events"
     written = entries(file)
     position = [i for i, kind in enumerate(kinds(written)) if kind == "Broadcasted"][1]
-    values = bytearray(written[position][2][1])
+    values = bytearray(written[position][-1][1])
     values[0] ^= 1
-    written[position][2][1] = bytes(values)
+    written[position][-1][1] = bytes(values)
     rewrite(file, written)
     with pytest.raises(RunError, match=rf"worker-1: event {position + 1}, Broadcasted at .* had other effects"):
         replay_recorded(run, Blobs())
@@ -90,9 +95,43 @@ def test_an_altered_gradient_is_noticed_when_the_hub_steps(recorded: Callable[..
     file = run / "record" / "hub.events"
     written = entries(file)
     first_push = kinds(written).index("Received")
-    written[first_push][2][1] = bytes(len(written[first_push][2][1]))
+    clear_gradient(written[first_push])
     rewrite(file, written)
-    with pytest.raises(RunError, match=rf"hub: event {first_push + 2}, Received at"):
+    with pytest.raises(RunError, match=rf"hub: event {first_push + 2}, Received at .* had other effects"):
+        replay_recorded(run, Blobs())
+
+
+def test_an_altered_gradient_is_noticed_where_it_was_stepped_with(recorded: Callable[..., Path]) -> None:
+    run = recorded(Averaging(tau=2))
+    file = run / "record" / "worker-1.events"
+    written = entries(file)
+    first_gradient = kinds(written).index("GradientReady")
+    clear_gradient(written[first_gradient])
+    rewrite(file, written)
+    with pytest.raises(RunError, match=rf"worker-1: event {first_gradient + 2}, .* found other weights"):
+        replay_recorded(run, Blobs())
+
+
+def test_an_event_that_cannot_be_is_named(recorded: Callable[..., Path]) -> None:
+    run = recorded(Averaging(tau=2))
+    file = run / "record" / "worker-0.events"
+    written = entries(file)
+    position = kinds(written).index("GradientReady")
+    repeated = [*written[:position], written[position - 1][:2] + written[position][2:3] + written[position - 1][3:]]
+    rewrite(file, repeated)
+    with pytest.raises(
+        RunError, match=rf"worker-0: event {position + 1}, Broadcasted at .* broke an invariant: round 0"
+    ):
+        replay_recorded(run, Blobs())
+
+
+def test_a_damaged_record_is_named(recorded: Callable[..., Path]) -> None:
+    run = recorded(Averaging(tau=2))
+    file = run / "record" / "worker-0.events"
+    data = bytearray(file.read_bytes())
+    data[8] = 0xC1  # a byte that msgpack never uses
+    file.write_bytes(data)
+    with pytest.raises(RunError, match=r"worker-0\.events is damaged"):
         replay_recorded(run, Blobs())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -58,10 +59,9 @@ def test_a_run_without_checkpoints_has_none(directory: RunDirectory) -> None:
 
 
 def test_the_newest_two_are_kept_and_the_newest_is_read(directory: RunDirectory) -> None:
-    for step in (5, 50, 500, 5000):
-        save(directory, step)
-    kept = sorted(path.name for path in (directory.path / "checkpoints").iterdir())
-    assert kept == ["step-000000500", "step-000005000"] and len(kept) == CHECKPOINTS_KEPT
+    saved = [save(directory, step) for step in (5, 50, 500, 5000)]
+    assert sorted((directory.path / "checkpoints").iterdir()) == saved[-CHECKPOINTS_KEPT:]
+    assert CHECKPOINTS_KEPT == 2
     assert newest(directory).step == 5000
 
 
@@ -73,7 +73,7 @@ def test_saving_a_step_again_replaces_it(directory: RunDirectory) -> None:
 
 def test_a_partial_checkpoint_is_ignored_and_does_no_harm(directory: RunDirectory) -> None:
     complete = save(directory, 3)
-    for name in (".partial-1-9", "step-9.tmp", "notes"):
+    for name in (".partial-1-9", f"{complete.name}9.tmp", "notes"):
         shutil.copytree(complete, complete.parent / name)
     assert newest(directory).step == 3
     save(directory, 4)
@@ -139,6 +139,15 @@ def damage_incomplete_state(path: Path) -> None:
     (path / "state.json").write_text('{"step": 9}')
 
 
+def damage_other_state(path: Path) -> None:
+    (path / "state.json").write_text("null")
+
+
+def damage_state_of_other_tensors(path: Path) -> None:
+    tree = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps({**tree, "state": {"$": "tensor", "at": 99}}))
+
+
 DAMAGES = [
     damage_truncated_tensors,
     damage_empty_tensors,
@@ -146,15 +155,17 @@ DAMAGES = [
     damage_truncated_state,
     damage_missing_state,
     damage_incomplete_state,
+    damage_other_state,
+    damage_state_of_other_tensors,
 ]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(damage: Any, directory: RunDirectory) -> None:
-    save(directory, 3)
+    before = save(directory, 3)
     damage(save(directory, 9))
     assert newest(directory).step == 3
-    damage(directory.path / "checkpoints" / "step-000000003")
+    damage(before)
     assert directory.load_checkpoint() is None
 
 
@@ -223,6 +234,15 @@ def test_hardsync_that_was_resumed_equals_hardsync_that_never_stopped(tmp_path: 
     resumed = resume(tmp_path / "halves", task, steps=20, progress=make_progress(quiet=True))
     whole = train_quietly(task, Server(), sim, tmp_path / "whole", steps=20)
     assert largest_difference(resumed.model, whole.model) == 0.0
+
+
+def test_a_run_resumed_with_more_workers_keeps_its_newest_checkpoint(tmp_path: Path) -> None:
+    """With more workers an epoch has fewer steps, so the count of steps goes back; that of samples does not."""
+    run = tmp_path / "run"
+    first = train_quietly(Blobs(), Averaging(tau=4), Sim(workers=2), run, epochs=2, checkpoint_seconds=1.0)
+    resumed = resume(run, Blobs(), workers=4, epochs=3, progress=make_progress(quiet=True))
+    assert resumed.figures["steps"] < first.figures["steps"]
+    assert newest(RunDirectory.open(run)).samples == resumed.figures["samples"]
 
 
 def test_a_finished_run_without_a_further_goal_is_not_resumed(tmp_path: Path) -> None:

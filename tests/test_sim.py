@@ -45,6 +45,7 @@ from tether.vector import digest
 #: a parcel of so many values takes exactly one second at 1000 bytes a second
 VALUES = (1000 - HEADER_BYTES) // 4
 SLOW_LINK = Sim(workers=1, link=1000.0, latency=0.25)
+FAST_LINK = Sim(workers=1, link=1e12, latency=0.0)
 
 Script = Callable[[Event, float], list[Effect]]
 
@@ -141,6 +142,21 @@ def at_start(*effects: Effect) -> Script:
 
 def idle(event: Event, now: float) -> list[Effect]:
     return []
+
+
+def every_second(*to: str, until: int) -> Script:
+    """A parcel to each, without weight, at 1, 2, 3 and so on."""
+
+    def script(event: Event, now: float) -> list[Effect]:
+        tick = SetTimer("tick", 1.0)
+        match event:
+            case Started():
+                return [tick]
+            case TimerFired() if now < until + 0.5:
+                return [*(Send(peer, Parcel(round(now), torch.zeros(0))) for peer in to), tick]
+        return []
+
+    return script
 
 
 def arrivals(log: list[tuple[float, Event]]) -> list[tuple[float, int]]:
@@ -296,7 +312,7 @@ def test_a_crash_at_a_time_strikes_then_and_is_known_soon_after() -> None:
 
 def test_what_a_dead_node_had_sent_completely_arrives_and_the_rest_does_not() -> None:
     scripts = {"a": at_start(Send("b", parcel(0)), Send("b", parcel(1))), "b": idle}
-    logs = perform(scripts, replace(SLOW_LINK, faults=Faults().crash("a", at=1.1)))
+    logs = perform(scripts, replace(SLOW_LINK, faults=Faults().crash("a", at=1.1), detect_seconds=50.0))
     assert arrivals(logs["b"]) == [(1.25, 0)]
 
 
@@ -327,6 +343,21 @@ def test_a_paused_node_gets_everything_later_and_in_order() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("faults", "seconds"),
+    [
+        (Faults().pause("worker-0", at=0.2, seconds=0.5), 3.5),
+        (Faults().pause("worker-0", at=0.5, seconds=1.0), 4.0),
+        (Faults().pause("worker-0", at=0.2, seconds=1.0).pause("worker-0", at=0.7, seconds=1.0), 4.5),
+        (Faults().pause("worker-0", at=0.2, seconds=1.0).pause("worker-0", at=0.7, seconds=0.1), 4.0),
+    ],
+    ids=["inside a step", "across its end", "longer than known", "no longer than known"],
+)
+def test_a_pause_costs_as_long_as_it_lasts(faults: Faults, seconds: float) -> None:
+    sim = Sim(workers=1, step_seconds=1.0, faults=faults)
+    assert simulate(sim, Single(), steps=3).seconds == pytest.approx(seconds)
+
+
 def test_a_slow_phase_multiplies_the_steps_that_begin_in_it() -> None:
     """Steps of one second begin at 0, 1, 2 (four seconds, as the slow phase goes to 4.5) and 6."""
     faults = Faults().slow("worker-0", 4.0, at=1.5, seconds=3.0)
@@ -340,21 +371,60 @@ def test_a_slow_worker_slows_hardsync_down_as_much_as_itself() -> None:
 
 
 def test_a_cut_link_holds_messages_in_their_order_and_leaves_others_alone() -> None:
-    def every_second(event: Event, now: float) -> list[Effect]:
-        tick = SetTimer("tick", 1.0)
-        match event:
-            case Started():
-                return [tick]
-            case TimerFired() if now < 5:
-                number = round(now)
-                return [Send("b", Parcel(number, torch.zeros(0))), Send("c", Parcel(number, torch.zeros(0))), tick]
-        return []
-
-    sim = Sim(workers=1, link=1e9, latency=0.0, faults=Faults().cut("b", "a", at=1.5, seconds=2.0))
-    logs = perform({"a": every_second, "b": idle, "c": idle}, sim)
+    sim = replace(FAST_LINK, faults=Faults().cut("b", "a", at=1.5, seconds=2.0))
+    logs = perform({"a": every_second("b", "c", until=4), "b": idle, "c": idle}, sim)
     assert [number for _, number in arrivals(logs["b"])] == [1, 2, 3, 4]
     assert [now for now, _ in arrivals(logs["b"])] == pytest.approx([1.0, 3.5, 3.5, 4.0], abs=1e-5)
     assert [now for now, _ in arrivals(logs["c"])] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        Faults().cut("a", "b", at=0.5, seconds=4.0).cut("a", "b", at=2.5, seconds=6.0),
+        Faults().cut("a", "b", at=0.5, seconds=6.0).cut("b", "a", at=2.5, seconds=1.0),
+        Faults().pause("b", at=0.5, seconds=4.0).pause("b", at=2.5, seconds=6.0),
+        Faults().pause("b", at=0.5, seconds=3.0).cut("a", "b", at=2.5, seconds=3.0),
+    ],
+    ids=["a longer cut", "a shorter cut", "a longer pause", "a pause and a cut"],
+)
+def test_overlapping_faults_keep_the_order_of_messages(faults: Faults) -> None:
+    logs = perform({"a": every_second("b", until=9), "b": idle}, replace(FAST_LINK, faults=faults))
+    assert [number for _, number in arrivals(logs["b"])] == list(range(1, 10))
+
+
+def test_whatever_faults_overlap_messages_stay_in_order_and_none_is_lost() -> None:
+    """Faults begin and end on half seconds and messages are sent on whole ones, so that many fall together."""
+    for seed in range(100):
+        rng = random.Random(seed)
+        faults = Faults()
+        for _ in range(rng.randint(2, 5)):
+            at, seconds = rng.randint(0, 16) / 2, rng.randint(1, 10) / 2
+            if rng.random() < 0.5:
+                faults = faults.cut("a", "b", at=at, seconds=seconds)
+            else:
+                faults = faults.pause(rng.choice("ab"), at=at, seconds=seconds)
+        logs = perform({"a": every_second("b", until=9), "b": idle}, replace(FAST_LINK, faults=faults))
+        numbers = [number for _, number in arrivals(logs["b"])]
+        assert numbers == sorted(numbers), f"seed {seed}: {numbers} under {faults}"
+        sent = sum(isinstance(event, TimerFired) and now < 9.5 for now, event in logs["a"])
+        assert len(numbers) == sent, f"seed {seed}: {len(numbers)} of {sent} arrived under {faults}"
+
+
+def test_a_timer_that_an_earlier_event_cancels_does_not_fire_after_a_pause() -> None:
+    """The message comes at 1 and the timer is due at 3; a pause holds both until 5."""
+
+    def cancels(event: Event, now: float) -> list[Effect]:
+        match event:
+            case Started():
+                return [SetTimer("x", 3.0)]
+            case Received():
+                return [CancelTimer("x")]
+        return []
+
+    sim = replace(FAST_LINK, faults=Faults().pause("b", at=0.5, seconds=4.5))
+    log = perform({"a": every_second("b", until=1), "b": cancels}, sim)["b"]
+    assert [(now, type(event)) for now, event in log] == [(0.0, Started), (5.0, Received)]
 
 
 def test_a_fault_without_a_moment_or_of_a_stranger_is_refused() -> None:

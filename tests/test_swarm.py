@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from test_collectives import never_resend_broadcasts, never_resend_sums
 from tether.errors import UsageError
+from tether.learner import SyntheticLearner
 from tether.protocols import known
 from tether.swarm import Verdict, draw, judge, simulate, swarm
 from tether.vector import digest
@@ -49,6 +54,15 @@ def test_a_planted_loss_is_found_and_its_seed_fails_the_same_way_again() -> None
         assert judge(draw(verdict.seed)).error == "", "without the plant the seed goes well"
 
 
+def test_a_verdict_reads_the_same_in_every_process() -> None:
+    """Whatever order sets have there."""
+    code = "from tether.swarm import draw, judge; print(judge(draw(4, plant='drop')).error)"
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
+    assert done.stdout.startswith("Stalled: ")
+    assert done.stdout == judge(draw(4, plant="drop")).error + "\n"
+
+
 def test_a_verdict_tells_what_its_seed_stands_for() -> None:
     verdict = swarm(range(30), plant="drop")[0]
     text = str(verdict.scenario)
@@ -61,6 +75,21 @@ def test_collectives_that_forget_to_send_again_are_found(mutate: Any, monkeypatc
     """Sums that are added twice leave a mean that is merely less exact: test_collectives finds those."""
     mutate(monkeypatch)
     assert any(judge(draw(seed, "averaging")).error.startswith("Stalled: ") for seed in range(110))
+
+
+def test_a_model_that_does_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SyntheticLearner, "step", lambda self, gradient, rate: None)
+    assert "RunError: the model did not learn: its error went from 1 to 1" in judge(draw(1)).error
+
+
+def test_a_run_that_does_not_repeat_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps_ever, step = itertools.count(), SyntheticLearner.step
+
+    def drifting(self: SyntheticLearner, gradient: Any, rate: float) -> None:
+        step(self, gradient, rate * (1 + 1e-6 * next(steps_ever)))
+
+    monkeypatch.setattr(SyntheticLearner, "step", drifting)
+    assert judge(draw(10)).error == "RunError: a second run with the same seed gave another model"
 
 
 def test_an_unknown_plant_is_refused() -> None:

@@ -60,6 +60,19 @@ class Words(nn.Module):
         return self.out(self.table(words))
 
 
+class Mean(nn.Module):
+    """Assigns its buffer anew instead of writing into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+        return self.layer(x)
+
+
 def inputs(count: int = 5) -> Iterator[Tensor]:
     noise = torch.Generator().manual_seed(1)
     for _ in range(count):
@@ -164,11 +177,38 @@ def test_counters_and_passing_buffers_stay_with_the_module() -> None:
     assert int(model[1].num_batches_tracked) == 0
 
 
+def test_a_buffer_that_is_assigned_anew_stays_in_the_vector() -> None:
+    model, ordinary = seeded(Mean), seeded(Mean)
+    vector = Vector(model)
+    for x in inputs(3):
+        model(x).sum().backward()
+        ordinary(x)
+        vector.gather_gradient()
+        assert torch.equal(vector.weights[vector.parameter_count :], ordinary.mean)
+    vector.weights.zero_()
+    assert not model.mean.any()
+
+
+def test_a_buffer_that_two_modules_share_is_carried_once() -> None:
+    model = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4)))
+    model[2].running_mean = model[1].running_mean
+    vector = Vector(model)
+    assert len(vector.weights) == vector.parameter_count + 3 * 4
+    vector.weights.fill_(7.0)
+    assert model[1].running_mean.tolist() == model[2].running_mean.tolist() == [7.0] * 4
+
+
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     with pytest.raises(TaskError, match="ReLU has no trainable parameter"):
         Vector(nn.ReLU())
     with pytest.raises(TaskError, match="no trainable parameter"):
         Vector(small().requires_grad_(False))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_a_lazy_module_that_has_not_seen_data_is_refused() -> None:
+    with pytest.raises(TaskError, match="parameter 'weight' has no shape yet"):
+        Vector(nn.LazyLinear(2))
 
 
 def test_an_odd_parameter_is_named() -> None:

@@ -133,9 +133,10 @@ MALFORMED: dict[str, list[bytes]] = {
     "a frame too few": [header(), GOOD],
     "a frame that is too short": [header(), GOOD[:-1], GOOD],
     "a frame that is too long": [header(), GOOD + b"\0", GOOD],
+    "a frame with a value too many": [header(shape=[1]), GOOD, GOOD],
     "another shape than the frame": [header(shape=[3]), GOOD, GOOD],
     "another type than the frame": [header(dtype="float64"), GOOD, GOOD],
-    "the first frame as a tensor": [header(index=0), GOOD, GOOD],
+    "the first frame as a tensor": [header(0, "uint8", [len(header(0, "uint8", [1]))]), GOOD, GOOD],
     "a frame that is not there": [header(index=3), GOOD, GOOD],
     "a negative frame": [header(index=-1), GOOD, GOOD],
     "an index that is no integer": [header(index="1"), GOOD, GOOD],
@@ -156,6 +157,37 @@ def test_a_malformed_message_is_refused(what: str) -> None:
 
 def test_the_good_header_that_the_malformed_ones_are_made_from_is_taken() -> None:
     assert torch.equal(CODEC.decode([header(), GOOD, GOOD]).first, torch.zeros(2))
+
+
+def field(name: str, value: bytes) -> bytes:
+    """The first frame of a Pair with a single field of these bytes."""
+    return b"\x82" + b"".join(map(msgspec.msgpack.encode, ("type", "Pair", name))) + value
+
+
+def test_deeply_nested_values_are_refused() -> None:
+    for name in ("unknown", "first"):
+        with pytest.raises(WireError):
+            CODEC.decode([field(name, b"\x91" * 100_000 + b"\x01")])
+
+
+def test_texts_that_are_no_texts_are_refused() -> None:
+    with pytest.raises(WireError):
+        CODEC.decode([field("note", b"\xa2\xff\xff")])
+
+
+def test_an_empty_tensor_of_impossible_shape_is_refused() -> None:
+    for shape in ([0, 2**62, 4], [0, 2**63], [0, 2**64 - 1]):
+        with pytest.raises(WireError):
+            CODEC.decode([header(shape=shape), b"", GOOD])
+
+
+@given(position=st.integers(0, 200), value=st.integers(0, 255))
+def test_a_message_with_one_changed_byte_is_a_message_or_refused(position: int, value: int) -> None:
+    frames = sent(Pair(300, torch.ones(3), "a note", torch.ones(2, 2)))
+    first = bytearray(frames[0])
+    first[position % len(first)] = value
+    with contextlib.suppress(WireError):
+        assert isinstance(CODEC.decode([bytes(first), *frames[1:]]), Pair)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
@@ -196,6 +228,12 @@ def test_what_is_neither_plain_nor_a_tensor_cannot_be_sent() -> None:
         CODEC.encode(Word(CODEC))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
+def test_a_tensor_that_nobody_would_take_is_refused_by_its_sender(dtype: torch.dtype) -> None:
+    with pytest.raises(WireError, match=r"cannot travel; known: .*float32"):
+        CODEC.encode(Pair(0, torch.ones(2, dtype=dtype), "", torch.ones(1)))
+
+
 # ---- trees ----------------------------------------------------------------------------------------------------------
 
 plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
@@ -233,6 +271,11 @@ def test_trees_that_look_like_packed_ones_come_back_too() -> None:
     taken: list[Tensor] = []
     assert same(unpack_tree(json.loads(json.dumps(pack_tree(tree, taken))), taken), tree)
     assert len(taken) == 1
+
+
+def test_a_key_that_could_not_come_back_is_refused() -> None:
+    with pytest.raises(WireError, match="a dict cannot be saved"):
+        pack_tree({"by pair": {(1, 2): 3}}, [])
 
 
 @pytest.mark.parametrize("value", [object(), {1, 2}, b"bytes", 1j, torch.float32], ids=lambda v: type(v).__name__)

@@ -195,7 +195,7 @@ def bench_(
     if as_json:
         print(json.dumps(outcome))
         return
-    table = Table(*outcome["rows"][0])
+    table = Table(*(name.replace("_", " ") for name in outcome["rows"][0]))
     for row in outcome["rows"]:
         table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
     _out.print(table)
@@ -284,7 +284,7 @@ def _show(result: Result, as_json: bool) -> None:
     table = Table(show_header=False, box=None)
     virtual = " (virtual)" if figures["runtime"] == "sim" else ""
     for name, value in {
-        "protocol": f"{figures['protocol']}, {figures['workers']} workers on {figures['runtime']}",
+        "protocol": f"{figures['protocol']} on {figures['runtime']}, workers: {figures['workers']}",
         "steps": f"{figures['steps']} per worker, {figures['samples']} samples, {figures['reason']}",
         "seconds": f"{figures['seconds']:.4g}{virtual}, {figures['samples_per_second']:,.0f} samples/s",
         "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",

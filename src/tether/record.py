@@ -1,13 +1,14 @@
 """Every event of a node in a file, and what its machine answered, so that a run can be replayed into fresh machines.
 
-An entry holds the event with its tensors, its time, and a digest of the effects. Replaying feeds the events to a new
-machine, performs only what changes the node's own vector, and compares the digests.
+An entry holds the event with its tensors, its time, a digest of the effects and a checksum of the weights it met.
+Replaying feeds the events to a new machine, performs only what changes the node's own vector, and compares both.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar, Union
@@ -15,7 +16,7 @@ from typing import Any, Generic, TypeVar, Union
 import msgspec
 from torch import Tensor
 
-from tether.errors import RunError, UsageError
+from tether.errors import InvariantBroken, RunError, UsageError, WireError
 from tether.machine import (
     Broadcasted,
     Effect,
@@ -76,7 +77,7 @@ class EventLog:
             buffers = self._replica.weights[self._replica.parameter_count :]
             written = _GradientReady(event.gradient, event.loss, event.samples, event.seconds, buffers)
         frames = [bytes(frame) for frame in self._codec.encode(written)]
-        entry = msgspec.msgpack.encode((now, effects_digest(effects), frames))
+        entry = msgspec.msgpack.encode((now, effects_digest(effects), _checksum(self._replica), frames))
         with self._path.open("ab") as file:
             file.write(struct.pack("<Q", len(entry)) + entry)
 
@@ -84,13 +85,19 @@ class EventLog:
 def replay(path: Path, messages: tuple[type[Message], ...], machine: Machine, replica: Replica) -> int:
     """Feed a recorded node's events to a fresh machine; the number of events, or an error where it differs."""
     position = 0
-    for position, (now, digest, event, buffers) in enumerate(_entries(path, messages), start=1):
+    for position, (now, digest, checksum, event, buffers) in enumerate(_entries(path, messages), start=1):
+        place = f"{path.stem}: event {position}, {type(event).__name__} at {now:.6g} s"
         if isinstance(event, GradientReady):
             replica.load_gradient(event.gradient)
             replica.weights[replica.parameter_count :].copy_(buffers)
-        effects = machine.handle(event, now)
+        if _checksum(replica) != checksum:
+            raise RunError(f"{place}, found other weights")
+        try:
+            effects = machine.handle(event, now)
+        except InvariantBroken as error:
+            raise RunError(f"{place}, broke an invariant: {error}") from error
         if effects_digest(effects) != digest:
-            raise RunError(f"{path.stem}: event {position}, {type(event).__name__} at {now:.6g} s, had other effects")
+            raise RunError(f"{place}, had other effects")
         for effect in effects:
             match effect:
                 case Step(gradient=gradient, rate=rate):
@@ -106,13 +113,18 @@ def effects_digest(effects: list[Effect]) -> str:
     return hashlib.sha256(encoder.encode(effects)).hexdigest()
 
 
+def _checksum(replica: Replica) -> int:
+    """Of the parameters alone: a forward pass may be changing the buffers at this moment."""
+    return zlib.crc32(raw_bytes(replica.weights[: replica.parameter_count]))
+
+
 def _digest_tensor(value: Any) -> str:
     if not isinstance(value, Tensor):
         raise TypeError(f"no digest of a {type(value).__name__}")
     return f"{value.dtype}{tuple(value.shape)}{hashlib.sha256(raw_bytes(value)).hexdigest()}"
 
 
-def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[float, str, Event, Tensor]]:
+def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[float, str, int, Event, Tensor]]:
     union: Any = Union[messages] if messages else None  # noqa: UP007 (built at run time)
     plain = (Started, Reduced, TimerFired, PeerJoined, PeerLost, StopRequested)
     codec = Codec([*plain, _GradientReady, _Received[union], _Broadcasted[union]])
@@ -126,9 +138,12 @@ def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[
         entry = data[position + 8 : position + 8 + length]
         if len(entry) < length:
             break  # the process was killed while it wrote
-        now, digest, frames = msgspec.msgpack.decode(entry, type=tuple[float, str, list[bytes]])
+        try:
+            now, digest, checksum, frames = msgspec.msgpack.decode(entry, type=tuple[float, str, int, list[bytes]])
+            event, buffers = codec.decode(frames), Tensor()
+        except (msgspec.MsgspecError, WireError) as error:
+            raise RunError(f"{path} is damaged: {error}") from error
         position += 8 + length
-        event, buffers = codec.decode(frames), Tensor()
         match event:
             case _GradientReady():
                 buffers = event.buffers
@@ -137,4 +152,4 @@ def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[
                 event = Received(event.sender, event.message)
             case _Broadcasted():
                 event = Broadcasted(event.stream, event.members, event.message)
-        yield now, digest, event, buffers
+        yield now, digest, checksum, event, buffers

@@ -3,7 +3,7 @@
 run.json              what was run and how it ended
 metrics.jsonl         one JSON object a line: progress, evaluation, record
 trace.json            spans for Perfetto or chrome://tracing
-checkpoints/step-N/   state.json and tensors.safetensors; complete or not there at all
+checkpoints/at-N/     after N samples: state.json and tensors.safetensors; complete or not there at all
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, when the run was recorded
 """
@@ -114,7 +114,7 @@ class RunDirectory:
         """Write a checkpoint beside the others and only then give it its name."""
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
-        final = folder / f"step-{step:09d}"
+        final = folder / f"at-{samples:015d}"  # samples only grow, also when the number of workers changes
         partial = folder / f".partial-{os.getpid()}-{step}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -128,10 +128,12 @@ class RunDirectory:
         save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, partial / "tensors.safetensors")
         _sync(partial / "tensors.safetensors")
         _write_atomically(partial / "state.json", json.dumps(tree).encode())
+        replaced = folder / f".replaced-{os.getpid()}-{step}"
         if final.exists():
-            shutil.rmtree(final)
+            final.rename(replaced)
         partial.rename(final)
         _sync(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -150,13 +152,13 @@ class RunDirectory:
                     unpack_tree(tree["state"], tensors),
                     unpack_tree(tree["replica_state"], tensors),
                 )
-            except (OSError, ValueError, KeyError, SafetensorError):
+            except (OSError, ValueError, TypeError, LookupError, SafetensorError):
                 continue
         return None
 
     def _checkpoints(self) -> list[Path]:
         folder = self.path / "checkpoints"
-        return sorted(p for p in folder.glob("step-*") if re.fullmatch(r"step-\d+", p.name)) if folder.exists() else []
+        return sorted(p for p in folder.glob("at-*") if re.fullmatch(r"at-\d+", p.name)) if folder.exists() else []
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -6,6 +6,7 @@ there, so nothing about an option is written twice.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import types
 import typing
@@ -88,6 +89,23 @@ def convert(what: str, text: str, kind: Any) -> Any:
             except ValueError:
                 continue
     raise UsageError(f"{what} is {text!r}; expected {_type_text(kind)}")
+
+
+def check_types(options: Any, what: str) -> None:
+    """Refuse a dataclass whose fields hold values of another type than they are annotated with."""
+    for field in dataclasses.fields(options):
+        kind, value = type_of(type(options), parameters(type(options))[field.name]), getattr(options, field.name)
+        if not any(_fits(value, member) for member in _members(kind)):
+            raise UsageError(f"option {field.name} of {what} is {value!r}; expected {_type_text(kind)}")
+
+
+def _fits(value: object, kind: Any) -> bool:
+    if typing.get_origin(kind) is Literal:
+        return value in typing.get_args(kind)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    plain = typing.get_origin(kind) or kind
+    return not isinstance(plain, type) or isinstance(value, (int, float) if plain is float else plain)
 
 
 def _members(kind: Any) -> list[Any]:

@@ -29,7 +29,8 @@ class Vector:
         self.parameters: list[nn.Parameter] = [p for _, p in named]
         _require_one_kind(named)
         first = self.parameters[0]
-        buffers = [b for b in _persistent_buffers(module) if b.dtype == first.dtype and b.device == first.device]
+        places = _persistent_buffers(module, first)
+        buffers = [getattr(part, name) for part, name in places]
         sizes = [p.numel() for p in self.parameters]
         self.parameter_count = sum(sizes)
         self.weights: Tensor = torch.cat([t.detach().reshape(-1) for t in [*self.parameters, *buffers]])
@@ -40,6 +41,7 @@ class Vector:
             end = position + tensor.numel()
             tensor.data = self.weights[position:end].view(tensor.shape)
             position = end
+        self._buffers = [(part, name, buffer) for (part, name), buffer in zip(places, buffers, strict=True)]
         self.renew_gradient()
 
     def renew_gradient(self) -> None:
@@ -52,7 +54,7 @@ class Vector:
             self._gradient_views.append(view)
 
     def gather_gradient(self) -> Tensor:
-        """The flat gradient after a backward pass, whatever the pass did to `parameter.grad`."""
+        """The flat gradient after a backward pass, whatever the passes did to `parameter.grad` and to buffers."""
         for parameter, view in zip(self.parameters, self._gradient_views, strict=True):
             if parameter.grad is not view:
                 if parameter.grad is None:
@@ -60,6 +62,10 @@ class Vector:
                 else:
                     view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
                 parameter.grad = view
+        for part, name, view in self._buffers:
+            if (buffer := getattr(part, name)) is not view:  # assigned anew instead of written into
+                view.copy_(buffer)
+                setattr(part, name, view)
         return self.gradient
 
 
@@ -80,18 +86,22 @@ def raw_bytes(values: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def _persistent_buffers(module: nn.Module) -> list[Tensor]:
-    """Each floating-point buffer that `state_dict` would keep, once."""
-    found: dict[int, Tensor] = {}
+def _persistent_buffers(module: nn.Module, like: Tensor) -> list[tuple[nn.Module, str]]:
+    """Where each buffer is that `state_dict` would keep and that has the precision and device of the parameters."""
+    found: dict[int, tuple[nn.Module, str]] = {}
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set and buffer.is_floating_point():
-                found.setdefault(id(buffer), buffer)
+            kept = name not in part._non_persistent_buffers_set
+            if kept and buffer.dtype == like.dtype and buffer.device == like.device:
+                found.setdefault(id(buffer), (part, name))
     return list(found.values())
 
 
 def _require_one_kind(named: list[tuple[str, nn.Parameter]]) -> None:
     first_name, first = named[0]
+    for name, parameter in named:
+        if nn.parameter.is_lazy(parameter):
+            raise TaskError(f"parameter {name!r} has no shape yet: give the lazy module a sample in model() first")
     for name, parameter in named:
         if parameter.dtype != first.dtype or parameter.device != first.device:
             raise TaskError(

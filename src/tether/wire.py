@@ -55,7 +55,10 @@ class Codec:
         self._frames = frames
         try:
             return self._decoder.decode(frames[0])
-        except msgspec.MsgspecError as error:
+        except WireError:
+            raise
+        except (msgspec.MsgspecError, ValueError, RuntimeError, OverflowError) as error:
+            # besides msgspec's own: bad UTF-8, nesting without end, shapes beyond what torch can hold
             raise WireError(f"malformed message: {error}") from error
         finally:
             self._frames = ()
@@ -63,9 +66,12 @@ class Codec:
     def _encode_tensor(self, value: Any) -> tuple[int, str, list[int]]:
         if not isinstance(value, Tensor):
             raise WireError(f"a {type(value).__name__} cannot travel in a message")
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in _DTYPES:
+            raise WireError(f"a tensor of type {name} cannot travel; known: {', '.join(_DTYPES)}")
         assert isinstance(self._frames, list)
         self._frames.append(raw_bytes(value))
-        return len(self._frames) - 1, str(value.dtype).removeprefix("torch."), list(value.shape)
+        return len(self._frames) - 1, name, list(value.shape)
 
     def _decode_tensor(self, kind: type, header: Any) -> Tensor:
         if kind is not Tensor:
@@ -93,7 +99,7 @@ def pack_tree(value: Any, tensors: list[Tensor]) -> Any:
         case Tensor():
             tensors.append(value)
             return {"$": "tensor", "at": len(tensors) - 1}
-        case dict():
+        case dict() if all(key is None or isinstance(key, str | int | float) for key in value):
             return {"$": "dict", "items": [[key, pack_tree(item, tensors)] for key, item in value.items()]}
         case tuple():
             return {"$": "tuple", "items": [pack_tree(item, tensors) for item in value]}

@@ -77,6 +77,7 @@ class Averaging(Options):
     messages = (Joint, Effort)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.tau != "auto" and self.tau < 1:
             raise UsageError(f"tau must be at least 1 or 'auto', not {self.tau}")
 
@@ -99,12 +100,12 @@ class AveragingHub:
         self.present: list[str] = []
         self.round = -1
         self.in_round = False
-        self.tau = 1 if options.tau == "auto" else options.tau
         self._auto = options.tau == "auto"
+        #: what a round shall have, and what the one in flight has: the last one may be shorter
+        self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
+        self.round_tau = 0
         self._efforts: list[Effort] = []
         self._communication_seconds: float | None = None
-        if seat.restored:
-            self.tau = int(seat.restored["tau"])
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
@@ -115,7 +116,9 @@ class AveragingHub:
                 return self._open_round()
             case Received(message=Effort() as effort):
                 self._efforts.append(effort)
-            case Reduced(total=total, weight=weight, contributors=contributors):
+            case Reduced(tag=tag, total=total, weight=weight, contributors=contributors):
+                if not self.in_round or tag != f"round {self.round}":
+                    raise InvariantBroken(f"the reduction of {tag} closed outside of round {self.round}")
                 return self._close_round(total, weight, contributors, now)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
@@ -131,10 +134,10 @@ class AveragingHub:
             return []
         self.round += 1
         self.in_round = True
-        self.tau = min(self.tau, self.pace.steps_left)
+        self.round_tau = min(self.tau, self.pace.steps_left)
         members = ("hub", *self.present)
         return [
-            Broadcast("joint", members, Joint(self.round, self.tau, snapshot())),
+            Broadcast("joint", members, Joint(self.round, self.round_tau, snapshot())),
             Reduce(f"round {self.round}", members),
         ]
 
@@ -144,7 +147,7 @@ class AveragingHub:
         self.in_round = False
         if total is None:
             return self._open_round()
-        made = self.tau
+        made = self.round_tau
         self._choose_tau()
         samples = made * len(contributors) * self.seat.schedule.batch_size
         effects: list[Effect] = [
@@ -168,8 +171,8 @@ class AveragingHub:
             self.tau = max(1, math.ceil(COMPUTE_PER_COMMUNICATION * self._communication_seconds / step_seconds))
 
     def check(self) -> None:
-        if self.in_round and not 1 <= self.tau <= self.pace.schedule.steps:
-            raise InvariantBroken(f"round {self.round} has tau {self.tau}")
+        if self.in_round and not 1 <= self.round_tau <= self.pace.schedule.steps:
+            raise InvariantBroken(f"round {self.round} has tau {self.round_tau}")
         if len(set(self.present)) != len(self.present):
             raise InvariantBroken(f"a worker is present twice: {self.present}")
 

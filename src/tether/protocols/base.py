@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from tether.machine import Checkpoint, Effect, Evaluate, Finish, Machine, Message, Node, Schedule, Seat
+from tether.settings import check_types
 
 
 def option(default: Any, doc: str) -> Any:
@@ -25,6 +26,10 @@ class Options:
     #: the joint node steps with gradients of others, so the optimizer must be elementwise
     steps_at_hub: ClassVar[bool] = False
     workers_max: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        """Refuse values of a wrong type; a subclass adds what else must hold."""
+        check_types(self, f"protocol {self.name}")
 
     @classmethod
     def variants(cls) -> tuple[Options, ...]:

@@ -7,6 +7,7 @@ When a member dies its children are taken over by the nearest living ancestor. N
 
 - a member keeps the partial sum it sent until the root has closed that reduction, and sends it again to its new parent;
 - a partial sum is taken only if none of the names it covers is covered already;
+- a partial sum of a reduction that is known to be closed is ignored;
 - a member waits exactly for the living members below it;
 - the latest broadcast of each stream is kept and sent again to children that are taken over; a member that has it
   already ignores it.
@@ -16,6 +17,7 @@ This works because a dead name never comes back and nothing of it arrives once i
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +26,8 @@ from torch import Tensor
 from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
 
 FANOUT = 2
+#: closed reductions that are remembered, and told with every broadcast, so that nothing is kept of them
+CLOSED_KEPT = 16
 M = TypeVar("M")
 
 
@@ -38,7 +42,7 @@ class Up(Message, frozen=True):
 
 
 class Down(Message, Generic[M], frozen=True):
-    """A broadcast on its way from the root, with the reductions that the root has closed since the last one."""
+    """A broadcast on its way from the root, with the reductions that the root has closed lately."""
 
     stream: str
     number: int
@@ -76,12 +80,11 @@ class Collectives:
         self._dead: set[str] = set()
         self._reductions: dict[str, _Reduction] = {}
         self._broadcasts: dict[str, Down[Message]] = {}
-        self._closed: list[str] = []
+        self._closed: deque[str] = deque(maxlen=CLOSED_KEPT)
 
     def broadcast(self, effect: Broadcast) -> None:
         last = self._broadcasts.get(effect.stream)
         down = Down(effect.stream, last.number + 1 if last else 0, effect.members, tuple(self._closed), effect.message)
-        self._closed.clear()
         self._broadcasts[effect.stream] = down
         self._pass_down(down)
 
@@ -95,6 +98,8 @@ class Collectives:
 
     def receive(self, message: Up | Down[Any]) -> list[Event]:
         if isinstance(message, Up):
+            if message.tag in self._closed:
+                return []
             reduction = self._reductions.setdefault(message.tag, _Reduction(message.members))
             reduction.add(message.values, message.weight, message.covers)
             return self._advance(message.tag)
@@ -104,6 +109,7 @@ class Collectives:
         self._broadcasts[message.stream] = message
         for tag in message.closed:
             self._reductions.pop(tag, None)
+        self._closed = deque(message.closed, maxlen=CLOSED_KEPT)
         self._pass_down(message)
         return [Broadcasted(message.stream, message.members, message.message)]
 

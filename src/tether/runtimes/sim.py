@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 import random
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -150,6 +151,47 @@ class _Interface:
         self.in_free = 0.0
 
 
+class _Held:
+    """What waits, in order, until a node is no longer paused or a link no longer cut."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._waiting: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._until = 0.0
+        self._releasing = False
+
+    def holds(self, until: float) -> bool:
+        """Whether something that comes now must wait: for that time, or behind what waits already."""
+        return not self._releasing and (self._simulation.now < until or bool(self._waiting))
+
+    def add(self, until: float, action: Callable[..., None], *arguments: Any) -> None:
+        self._waiting.append((action, arguments))
+        self.extend(until)
+
+    def extend(self, until: float) -> None:
+        """It lasts longer than was known."""
+        if self._waiting and until > self._until:
+            self._until = until
+            self._simulation.at(until, self._release)
+
+    def _release(self) -> None:
+        if self._simulation.now < self._until:
+            return  # a later release has been set
+        self._releasing = True
+        while self._waiting:
+            action, arguments = self._waiting.popleft()
+            action(*arguments)
+        self._releasing = False
+
+
+@dataclass
+class _Cut:
+    """A link that is down."""
+
+    held: _Held
+    until: float = 0.0
+
+
 class _Place:
     """A node in the simulation; also its interpreter's host."""
 
@@ -159,6 +201,9 @@ class _Place:
         self.bytes_scale = simulation.bytes_scale
         self.died_at: float | None = None
         self.paused_until = 0.0
+        self.held = _Held(simulation)
+        self.computing_since: float | None = None
+        self.gradient_at = 0.0
         self.slow_until = 0.0
         self.slow_factor = 1.0
         self.rng = np.random.default_rng((simulation.plan.seed, zlib.crc32(node.name.encode())))
@@ -185,8 +230,25 @@ class _Place:
         seconds = self.simulation.settings.step_time.draw(self.node, self.rng)
         if self.simulation.now < self.slow_until:
             seconds *= self.slow_factor
-        ready = GradientReady(gradient, loss, samples, seconds)
-        self.simulation.at(self.simulation.now + seconds, self.deliver, ready)
+        self.computing_since = self.simulation.now
+        self.gradient_at = self.simulation.now + seconds
+        self.simulation.at(self.gradient_at, self._gradient_ready, gradient, loss, samples)
+
+    def _gradient_ready(self, gradient: Tensor, loss: float, samples: int) -> None:
+        if self.simulation.now < self.gradient_at:  # a pause has put it off
+            self.simulation.at(self.gradient_at, self._gradient_ready, gradient, loss, samples)
+            return
+        assert self.computing_since is not None
+        seconds, self.computing_since = self.simulation.now - self.computing_since, None
+        self.deliver(GradientReady(gradient, loss, samples, seconds))
+
+    def pause(self, seconds: float) -> None:
+        """Stand still for so long from now on, or as long as an earlier pause lasts."""
+        until = max(self.paused_until, self.simulation.now + seconds)
+        longer = until - max(self.paused_until, self.simulation.now)
+        self.paused_until = until
+        if self.computing_since is not None:
+            self.gradient_at += longer
 
     def set_timer(self, name: str, seconds: float | None) -> None:
         setting = self.timers[name] = self.timers.get(name, 0) + 1
@@ -194,7 +256,11 @@ class _Place:
             self.simulation.at(self.simulation.now + seconds, self._fire, name, setting)
 
     def _fire(self, name: str, setting: int) -> None:
-        if self.timers[name] == setting:
+        if self.timers[name] != setting:
+            return
+        if self.held.holds(self.paused_until):
+            self.held.add(self.paused_until, self._fire, name, setting)
+        else:
             self.deliver(TimerFired(name))
 
     def record(self, values: dict[str, float | int | str]) -> None:
@@ -218,8 +284,8 @@ class _Place:
         simulation = self.simulation
         if self.died_at is not None:
             return
-        if simulation.now < self.paused_until:
-            simulation.at(self.paused_until, self.deliver, event)
+        if self.held.holds(self.paused_until):
+            self.held.add(self.paused_until, self.deliver, event)
             return
         simulation.events += 1
         self.interpreter.feed(event)
@@ -243,7 +309,7 @@ class Simulation:
         self._latency = units.seconds(settings.latency)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
-        self._cuts: dict[frozenset[str], float] = {}
+        self._cuts: dict[frozenset[str], _Cut] = {}
         self._drops: dict[tuple[str, str], list[int]] = {}
         self._restarts_due = 0
         self._report_every = max(1, plan.steps // 100)
@@ -307,9 +373,9 @@ class Simulation:
         self, sender: _Place, receiver: _Place, message: Message, checksum: int, duration: float, sent_at: float
     ) -> None:
         """The head of a message is at the receiver's interface."""
-        held_until = self._cuts.get(frozenset((sender.node.name, receiver.node.name)), 0.0)
-        if self.now < held_until:
-            self.at(held_until, self._arrive, sender, receiver, message, checksum, duration, sent_at)
+        cut = self._cuts.get(frozenset((sender.node.name, receiver.node.name)))
+        if cut is not None and cut.held.holds(cut.until):
+            cut.held.add(cut.until, self._arrive, sender, receiver, message, checksum, duration, sent_at)
             return
         interface = self._interface(receiver.node)
         start = max(self.now, interface.in_free)
@@ -345,11 +411,14 @@ class Simulation:
             case "crash" | "restart":
                 self._crash(place, restarts=fault.kind == "restart", after=fault.seconds)
             case "pause":
-                place.paused_until = max(place.paused_until, self.now + fault.seconds)
+                place.pause(fault.seconds)
+                place.held.extend(place.paused_until)
             case "slow":
                 place.slow_until, place.slow_factor = self.now + fault.seconds, fault.factor
             case "cut":
-                self._cuts[frozenset((fault.node, fault.peer))] = self.now + fault.seconds
+                cut = self._cuts.setdefault(frozenset((fault.node, fault.peer)), _Cut(_Held(self)))
+                cut.until = max(cut.until, self.now + fault.seconds)
+                cut.held.extend(cut.until)
 
     def _crash(self, place: _Place, restarts: bool, after: float) -> None:
         if place.died_at is not None:
@@ -391,7 +460,7 @@ class Simulation:
 
 def _describe(machine: Machine) -> str:
     shown = {
-        name: value
+        name: sorted(value) if isinstance(value, set) else value
         for name, value in vars(machine).items()
         if isinstance(value, int | float | str | set | list | tuple) and not name.startswith("_")
     }
