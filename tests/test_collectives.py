@@ -356,3 +356,12 @@ MUTATIONS = [
 def test_a_planted_bug_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     mutate(monkeypatch)
     assert any(wrong(seed) for seed in SEEDS)
+
+
+def test_an_older_broadcast_of_another_stream_does_not_make_closed_reductions_forgotten() -> None:
+    members = ("root", "b", "c", "d")
+    b = Collectives("b", lambda *_: None)
+    b.receive(Down("two", 5, members, ("r",), Note(5)))
+    b.receive(Down("one", 2, members, (), Note(2)))
+    b.receive(Up("r", members, torch.ones(2), 1.0, ("d",)))
+    assert not b._reductions

@@ -287,3 +287,14 @@ def test_a_configuration_is_replaced_as_a_whole(directory: RunDirectory) -> None
     directory.write_config({"status": "finished"})
     assert directory.read_config() == {"status": "finished"}
     assert [path.name for path in directory.path.iterdir()] == ["run.json"]
+
+
+def test_a_kill_while_the_same_place_is_saved_again_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = RunDirectory.create(tmp_path / "run", "a run")
+    save(directory, 3)
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Path, "rename", killed_at(Path.rename, 1))
+        save(directory, 3)
+    assert newest(directory).step == 3

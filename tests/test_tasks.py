@@ -600,10 +600,10 @@ def test_a_file_that_fails_while_it_is_imported_is_refused_with_exception_and_li
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, complaint: str
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    path = tmp_path / "bad.py"
+    path = tmp_path / "unfit.py"
     path.write_text(source, encoding="utf-8")
     assert complaint in refusal(tasks.load, f"{path}:T")
-    assert not any(name.startswith("tether_task_bad") for name in sys.modules)
+    assert not any(name.startswith("tether_task_unfit") for name in sys.modules)
 
 
 def test_a_file_that_is_no_python_is_refused(tmp_path: Path) -> None:

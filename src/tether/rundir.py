@@ -49,7 +49,7 @@ class RunDirectory:
 
     @staticmethod
     def create(path: Path | None, name: str) -> RunDirectory:
-        """A new directory: the given one, which must be empty, or one below `runs` with a name that says what it is."""
+        """A new directory: the given one, which must hold no run yet, or one below `runs` that is named after the run."""
         if path is None:
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             candidates = (
@@ -114,7 +114,9 @@ class RunDirectory:
         """Write a checkpoint beside the others and only then give it its name."""
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
-        final = folder / f"at-{samples:015d}"  # samples only grow, also when the number of workers changes
+        # samples only grow, also when the number of workers changes; the number tells two at the same place apart
+        number = 1 + max((int(path.name.rpartition("-")[2]) for path in self._checkpoints()), default=0)
+        final = folder / f"at-{samples:015d}-{number:06d}"
         partial = folder / f".partial-{os.getpid()}-{step}"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
@@ -128,12 +130,8 @@ class RunDirectory:
         save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, partial / "tensors.safetensors")
         _sync(partial / "tensors.safetensors")
         _write_atomically(partial / "state.json", json.dumps(tree).encode())
-        replaced = folder / f".replaced-{os.getpid()}-{step}"
-        if final.exists():
-            final.rename(replaced)
         partial.rename(final)
         _sync(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
         for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -158,7 +156,7 @@ class RunDirectory:
 
     def _checkpoints(self) -> list[Path]:
         folder = self.path / "checkpoints"
-        return sorted(p for p in folder.glob("at-*") if re.fullmatch(r"at-\d+", p.name)) if folder.exists() else []
+        return sorted(p for p in folder.glob("at-*") if re.fullmatch(r"at-\d+-\d+", p.name)) if folder.exists() else []
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

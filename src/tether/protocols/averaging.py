@@ -207,10 +207,9 @@ class AveragingWorker:
 
     def _contribute(self, now: float) -> list[Effect]:
         self._done_at = now
-        effects: list[Effect] = [Step(), Reduce(f"round {self.round}", self.members, snapshot(), weight=1.0)]
-        if self.measures:
-            effects.append(Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps)))
-        return effects
+        effort = Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps))
+        contribution = Reduce(f"round {self.round}", self.members, snapshot(), weight=1.0)
+        return [Step(), effort, contribution] if self.measures else [Step(), contribution]
 
     def check(self) -> None:
         if self.steps > self.tau:

@@ -109,7 +109,8 @@ class Collectives:
         self._broadcasts[message.stream] = message
         for tag in message.closed:
             self._reductions.pop(tag, None)
-        self._closed = deque(message.closed, maxlen=CLOSED_KEPT)
+            if tag not in self._closed:
+                self._closed.append(tag)
         self._pass_down(message)
         return [Broadcasted(message.stream, message.members, message.message)]
 
