@@ -49,7 +49,7 @@ class RunDirectory:
 
     @staticmethod
     def create(path: Path | None, name: str) -> RunDirectory:
-        """A new directory: the given one, which must hold no run yet, or one below `runs` that is named after the run."""
+        """A new directory: the given one, which must hold no run yet, or one below `runs`, named after the run."""
         if path is None:
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             candidates = (
