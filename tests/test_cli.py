@@ -204,7 +204,7 @@ WRONG = [
     ("train digits --protocol averagin", "unknown protocol 'averagin'; known: averaging, server, single"),
     ("train digits --set tau=x", "option tau of protocol averaging is 'x'; expected"),
     ("train digits --set tau=0", "tau must be at least 1"),
-    ("train digits --set tao=3", "known: batch_size, learning_rate, tau. Did you mean 'tau'?"),
+    ("train digits --set tao=3", "known: batch_size, learning_rate, momentum, tau. Did you mean 'tau'?"),
     ("train digits --set tau", "write it like --set tau=10"),
     ("train digits --on mars", "unknown runtime 'mars'; known: local, sim"),
     ("train digits --link 1gbit", "add --on sim"),
@@ -237,7 +237,7 @@ WRONG = [
     ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
     ("resume nowhere", "is no run directory"),
     ("report nowhere", "nowhere"),
-    ("bench nothing", "unknown benchmark 'nothing'; known: overhead, sim"),
+    ("bench nothing", "unknown benchmark 'nothing'; known: overhead, rudra, sim"),
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),
 ]

@@ -11,14 +11,23 @@ from tether import Averaging, Local, Server, Sim, Single
 from tether.machine import Message
 from tether.protocols import Options, known
 from tether.protocols.averaging import Effort, Joint
-from tether.protocols.server import Push, Weights
-from tether.testing import check_messages, check_protocol, check_runtime
+from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.testing import Blobs, check_messages, check_protocol, check_runtime, largest_difference, train_quietly
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
 
 EXAMPLES: dict[type[Options], list[Message]] = {
     Single: [],
-    Server: [Weights(3, torch.arange(4.0)), Push(3, torch.ones(2), torch.zeros(0), 16)],
+    Server: [
+        Pull(-1, 4),
+        Weights(3, torch.arange(4.0), push=True),
+        Current(),
+        Current(push=True),
+        Refused("another model"),
+        Push((Mark("worker-0", 2, 3), Mark("worker-1", 1, 0)), torch.ones(2), torch.zeros(0), 16, None),
+        Push((Mark("worker-0", 2, 3),), torch.ones(2), torch.zeros(2), 16, 3),
+        Got(3),
+    ],
     Averaging: [Joint(1, 5, torch.arange(3.0)), Effort(None, 0.1), Effort(0.2, 0.1)],
 }
 
@@ -39,3 +48,14 @@ def test_the_simulator_keeps_the_promises_of_a_runtime(tmp_path: Path) -> None:
 
 def test_processes_on_one_machine_keep_the_promises_of_a_runtime(tmp_path: Path) -> None:
     check_runtime(lambda workers: Local(workers=workers), tmp_path)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["adv", "adv-star"])
+def test_hardsync_over_a_tree_of_processes_equals_the_simulated(overlap: bool, tmp_path: Path) -> None:
+    """Rudra, section 3.3: an architecture changes when things happen and not what comes out."""
+    options = Server(sync="hard", topology="tree", fan_out=2, overlap=overlap)
+    real, simulated = (
+        train_quietly(Blobs(norm=False), options, on, tmp_path / on.name, steps=30) for on in (Local(3), Sim(workers=3))
+    )
+    assert largest_difference(real.model, simulated.model) < 1e-5
+    assert real.figures["staleness"]["histogram"] == {"0": 90}

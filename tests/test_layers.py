@@ -31,7 +31,9 @@ LAYERS: dict[str, set[str]] = {
     "tasks": {"errors", "settings", "task", "vector"},
     "rundir": {"errors", *CONTRACT},
     "progress": {"errors", *CONTRACT},
-    "run": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "tasks", "rundir", "progress"},
+    "plan": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "rundir"},
+    "director": {"errors", *CONTRACT, "learner", "runtimes", "rundir", "plan", "progress"},
+    "run": {"errors", *CONTRACT, "protocols", "runtimes", "tasks", "rundir", "plan", "director", "progress"},
 }
 #: a protocol has neither clock nor chance, and neither input nor output
 IMPURE = {

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether import Averaging, Server, Single
+from tether import Averaging, Single
 from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
     Broadcast,
@@ -47,7 +47,6 @@ from tether.machine import (
 from tether.protocols import Options, known
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.base import Pace
-from tether.protocols.server import Push, Weights
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
 FAR = 1_000_000
@@ -95,10 +94,6 @@ def plain(value: Any) -> Any:
 def gives(effects: list[Effect], *expected: Effect) -> bool:
     assert plain(effects) == plain(list(expected))
     return True
-
-
-def push(sender: str, gradient: list[float], *, clock: int = 0, samples: int = 1, buffers: Any = ()) -> Received:
-    return Received(sender, Push(clock, torch.tensor(gradient), torch.tensor(list(buffers)), samples))
 
 
 def gradient(values: Iterable[float] = (1.0, 1.0), samples: int = 1, seconds: float = 0.1) -> GradientReady:
@@ -194,167 +189,6 @@ def test_a_single_learner_computes_and_steps_until_all_steps_are_made() -> None:
 def test_a_single_learner_is_evaluated_before_it_computes_on() -> None:
     alone = machine(Single(), "worker-0", steps=5, evaluate_every=1)
     assert gives(play(alone, Started(("worker-0",)), gradient()), Step(), Evaluate(1, 1), Compute())
-
-
-# ---- Rudra: parameter server ----------------------------------------------------------------------------------------
-
-
-def test_rudra_section_3_1_the_hub_sends_weights_to_all_learners_first() -> None:
-    hub = machine(Server(), workers=3)
-    everybody = [Send(f"worker-{i}", Weights(0, snapshot())) for i in range(3)]
-    assert gives(play(hub, started(3)), *everybody)
-
-
-def test_rudra_section_3_1_a_learner_pulls_computes_and_pushes() -> None:
-    learner = machine(Server(), "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
-    assert play(learner, started()) == []
-    pulled = Weights(4, torch.tensor([1.0, 2.0, 3.0]))
-    assert gives(play(learner, Received("hub", pulled)), Install(pulled.values), Compute())
-    expected = Push(4, torch.tensor([0.5, 0.25]), snapshot(2), samples=16)
-    assert gives(play(learner, gradient((0.5, 0.25), samples=16)), Send("hub", expected))
-
-
-def test_rudra_eq3_hardsync_averages_one_gradient_of_each_learner() -> None:
-    hub = machine(Server(), workers=3)
-    play(hub, started(3))
-    assert play(hub, push("worker-2", [1.0, 0.0]), push("worker-0", [2.0, 4.0])) == []
-    assert gives(
-        play(hub, push("worker-1", [3.0, 2.0])),
-        Step(torch.tensor([2.0, 2.0])),
-        Record(staleness=(0, 0, 0)),
-        *(Send(f"worker-{i}", Weights(1, snapshot())) for i in range(3)),
-    )
-
-
-def test_rudra_eq7_gradients_count_by_their_samples() -> None:
-    hub = machine(Server())
-    effects = play(hub, started(), push("worker-0", [4.0, 8.0], samples=3), push("worker-1", [8.0, 0.0]))
-    assert gives(of_kind(effects, Step), Step(torch.tensor([5.0, 6.0])))
-    assert hub.pace.samples == 4
-
-
-def test_buffers_are_averaged_by_their_samples_and_installed_behind_the_parameters() -> None:
-    hub = machine(Server(), vector=(0.0, 0.0, 0.0), buffers=1)
-    first = push("worker-0", [0.0, 0.0], samples=3, buffers=[2.0])
-    effects = play(hub, started(), first, push("worker-1", [0.0, 0.0], buffers=[6.0]))
-    assert gives(effects[:2], Step(torch.zeros(2)), Install(torch.tensor([3.0]), start=2))
-
-
-def test_the_hub_does_not_write_into_the_gradients_it_was_sent() -> None:
-    hub = machine(Server(), vector=(0.0, 0.0, 0.0), buffers=1)
-    pushes = [push(f"worker-{i}", [1.0, 2.0], samples=2, buffers=[3.0]) for i in range(2)]
-    play(hub, started(), *pushes)
-    for received in pushes:
-        assert gives([received], push(received.sender, [1.0, 2.0], samples=2, buffers=[3.0]))
-
-
-def test_every_round_starts_from_nothing() -> None:
-    hub = machine(Server())
-    play(hub, started(), push("worker-0", [9.0, 9.0]), push("worker-1", [9.0, 9.0]))
-    effects = play(hub, push("worker-0", [1.0, 0.0], clock=1), push("worker-1", [0.0, 1.0], clock=1))
-    assert gives(of_kind(effects, Step), Step(torch.tensor([0.5, 0.5])))
-    assert of_kind(effects, Send)[0].message.clock == 2
-
-
-def test_a_dead_learner_is_no_longer_waited_for() -> None:
-    hub = machine(Server())
-    play(hub, started(), push("worker-0", [2.0, 0.0]))
-    assert gives(
-        play(hub, PeerLost("worker-1")),
-        Step(torch.tensor([2.0, 0.0])),
-        Record(staleness=(0,)),
-        Send("worker-0", Weights(1, snapshot())),
-    )
-
-
-def test_what_a_learner_pushed_before_it_died_counts() -> None:
-    hub = machine(Server())
-    assert play(hub, started(), push("worker-1", [4.0, 0.0]), PeerLost("worker-1")) == []
-    effects = play(hub, push("worker-0", [2.0, 2.0]))
-    assert gives(of_kind(effects, Step), Step(torch.tensor([3.0, 1.0])))
-    assert [send.to for send in of_kind(effects, Send)] == ["worker-0"]
-
-
-def test_a_newcomer_gets_the_weights_and_counts_from_this_round_on() -> None:
-    hub = machine(Server())
-    play(hub, started(), PeerLost("worker-1"))
-    assert gives(play(hub, PeerJoined("worker-1~2", "worker")), Send("worker-1~2", Weights(0, snapshot())))
-    assert play(hub, push("worker-0", [2.0, 0.0])) == []
-    effects = play(hub, push("worker-1~2", [0.0, 2.0]))
-    assert gives(of_kind(effects, Step), Step(torch.tensor([1.0, 1.0])))
-    assert [send.to for send in of_kind(effects, Send)] == ["worker-0", "worker-1~2"]
-
-
-def test_a_hub_whose_learners_all_died_goes_on_with_whoever_comes() -> None:
-    hub = machine(Server(), workers=1)
-    assert play(hub, started(1), PeerLost("worker-0")) == []
-    assert gives(play(hub, PeerJoined("worker-0~2", "worker")), Send("worker-0~2", Weights(0, snapshot())))
-
-
-def test_a_newcomer_of_another_role_is_not_waited_for() -> None:
-    hub = machine(Server())
-    assert play(hub, started(), PeerJoined("watcher", "observer")) == []
-    assert play(hub, push("worker-0", [0.0, 0.0]), push("worker-1", [0.0, 0.0])) != []
-
-
-def test_the_hub_ends_the_run_after_the_last_round_and_sends_nothing_more() -> None:
-    hub = machine(Server(), steps=1)
-    effects = play(hub, started(), push("worker-0", [2.0, 0.0], samples=8), push("worker-1", [0.0, 2.0], samples=8))
-    assert gives(
-        effects,
-        Step(torch.tensor([1.0, 1.0])),
-        Record(staleness=(0, 0)),
-        Evaluate(1, 16, final=True),
-        Checkpoint(1, 16, {}, final=True),
-        Finish("all steps made"),
-    )
-    assert play(hub, PeerLost("worker-0")) == []
-
-
-def test_a_continued_hub_goes_on_with_its_clock() -> None:
-    hub = machine(Server(), first_step=12)
-    assert of_kind(play(hub, started()), Send)[0].message.clock == 12
-
-
-@pytest.mark.parametrize(
-    ("event", "complaint"),
-    [
-        (push("stranger", [0.0, 0.0]), "stranger pushed"),
-        (push("worker-0", [0.0, 0.0], clock=1), "clock 1 in hardsync round 0"),
-        (push("worker-0", [0.0, 0.0], clock=-1), "clock -1 in hardsync round 0"),
-    ],
-)
-def test_an_impossible_push_breaks_an_invariant(event: Event, complaint: str) -> None:
-    hub = machine(Server())
-    play(hub, started())
-    with pytest.raises(InvariantBroken, match=complaint):
-        play(hub, event)
-
-
-def test_a_second_push_in_one_round_breaks_an_invariant() -> None:
-    hub = machine(Server())
-    play(hub, started(), push("worker-0", [0.0, 0.0]))
-    with pytest.raises(InvariantBroken, match="worker-0 pushed a gradient of clock 0 that nobody awaits"):
-        play(hub, push("worker-0", [0.0, 0.0]))
-
-
-def test_a_push_of_the_dead_breaks_an_invariant() -> None:
-    hub = machine(Server())
-    with pytest.raises(InvariantBroken, match="nobody awaits"):
-        play(hub, started(), PeerLost("worker-0"), push("worker-0", [0.0, 0.0]))
-
-
-def test_a_name_that_is_used_twice_breaks_an_invariant() -> None:
-    hub = machine(Server())
-    with pytest.raises(InvariantBroken, match=r"awaits the counted \['worker-0'\]"):
-        play(hub, started(), push("worker-0", [0.0, 0.0]), PeerJoined("worker-0", "worker"))
-
-
-def test_weights_in_the_middle_of_a_gradient_break_an_invariant() -> None:
-    learner = machine(Server(), "worker-0")
-    weights = Received("hub", Weights(0, torch.zeros(2)))
-    with pytest.raises(InvariantBroken, match="while a gradient was being taken"):
-        play(learner, weights, weights)
 
 
 # ---- SparkNet: averaging --------------------------------------------------------------------------------------------
@@ -526,12 +360,6 @@ def test_a_tau_below_one_is_refused(tau: int) -> None:
 def test_a_tau_that_is_no_number_of_steps_is_refused(tau: Any) -> None:
     with pytest.raises(UsageError, match=re.escape(f"option tau of protocol averaging is {tau!r}; expected")):
         Averaging(tau=tau)
-
-
-@pytest.mark.parametrize("sync", ["tight", None, 1])
-def test_a_synchronisation_that_is_not_there_is_refused(sync: Any) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"option sync of protocol server is {sync!r}; expected")):
-        Server(sync=sync)
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tether import Averaging, Server, Sim, Single, Task, TaskError, UsageError, resume, run
+from tether import Averaging, Faults, RunError, Server, Sim, Single, Task, TaskError, UsageError, resume, run
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
 from tether.testing import Blobs, largest_difference, train_quietly
@@ -176,6 +176,63 @@ def test_a_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     assert result.figures["metrics"] == {"error": None}
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+class Hub(Blobs):
+    """An optimizer of the caller's choice, over two groups of parameters."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], **settings: Any) -> None:
+        super().__init__(norm=False)
+        self.cls = cls
+        self.settings = settings
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        weights = [p for p in model.parameters() if p.ndim > 1]
+        biases = [p for p in model.parameters() if p.ndim == 1]
+        groups = [{"params": weights, "weight_decay": 1e-3}, {"params": biases, "lr": 0.02}]
+        return self.cls(groups, **self.settings)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Adagrad, torch.optim.Adam, torch.optim.RMSprop], ids=lambda c: c.__name__)
+def test_the_optimizer_at_the_hub_is_the_tasks_own_with_its_groups(
+    cls: type[torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    task = Hub(cls, lr=0.05)
+    asynchronous = train_quietly(task, Server(sync="async", rate="none"), Sim(3), tmp_path / "async", steps=40)
+    assert asynchronous.metrics["error"] < 0.1
+    task.batch_size = 48
+    alone = train_quietly(task, Single(), Sim(1), tmp_path / "alone", steps=20)
+    task.batch_size = 16
+    together = train_quietly(task, Server(), Sim(3), tmp_path / "together", steps=20)
+    assert largest_difference(alone.model, together.model) < 1e-5
+
+
+def test_a_warm_start_begins_with_the_other_protocol_and_goes_on_from_its_model(tmp_path: Path) -> None:
+    hard, soft = Server(sync="hard"), Server(sync="async")
+    goal = {"epochs": 4, "warmup": hard, "warmup_epochs": 2}
+    result = train_quietly(Blobs(), soft, Sim(3), tmp_path / "run", **goal)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    updates = [row for row in rows if row["kind"] == "record"]
+    gradients = [len(row["clocks"]) for row in updates]
+    assert set(gradients[:42]) == {3} and set(gradients[42:]) == {1}
+    clocks = [row["clock"] for row in updates]
+    assert clocks == list(range(1, len(clocks) + 1))
+    times = [row["time"] for row in rows]
+    assert times == sorted(times) and result.figures["seconds"] == times[-1]
+    with pytest.raises(UsageError, match="cannot be recorded"):
+        train_quietly(Blobs(), soft, Sim(3), tmp_path / "recorded", record=True, **goal)
+
+
+def test_a_run_that_was_stopped_in_its_warm_up_is_resumed_there(tmp_path: Path) -> None:
+    goal = {"epochs": 4, "warmup": Server(sync="hard"), "warmup_epochs": 2}
+    cluster = Sim(3, faults=Faults().crash("hub", at=3.0))
+    with pytest.raises(RunError, match="hub"):
+        train_quietly(Blobs(), Server(sync="async"), cluster, tmp_path / "run", checkpoint_seconds=0.5, **goal)
+    result = resume(tmp_path / "run", Blobs(), progress=make_progress(quiet=True))
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    counts = [len(row["clocks"]) for row in rows if row["kind"] == "record"]
+    assert set(counts) == {1, 3} and counts == sorted(counts, reverse=True)
+    assert result.metrics["error"] < 0.1
 
 
 @pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)

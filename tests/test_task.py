@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tether.errors import TaskError
 from tether.learner import build_model
-from tether.task import Batches, SyntheticTask, Task, check_task
+from tether.task import Batches, Prefetched, SyntheticTask, Task, check_task
 
 
 class Numbers(Task):
@@ -177,3 +178,44 @@ def test_the_synthetic_task_starts_at_an_error_of_one() -> None:
     task = SyntheticTask(parameters=9)
     assert task.evaluate(task.model()) == {"error": 1.0}
     assert check_task(task, task.train_data(), workers=10) == 10_000
+
+
+class Counting(Dataset[int]):
+    """Numbers; the last one cannot be read."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> int:
+        if index == 9:
+            raise OSError("a bad sector")
+        return index
+
+
+def test_prefetched_batches_are_the_same_in_the_same_order_and_errors_come_where_they_would_have() -> None:
+    task = Task()
+    task.batch_size = 1
+
+    def read(batches: Iterator[Any]) -> list[Any]:
+        found: list[Any] = []
+        try:
+            for batch in batches:
+                found.append(batch.tolist())
+        except OSError as error:
+            found.append(str(error))
+        return found
+
+    plain = read(Batches(task, Counting(), seed=3))
+    assert plain[-1] == "a bad sector"
+    assert read(Prefetched(Batches(task, Counting(), seed=3))) == plain
+
+
+def test_the_prefetching_thread_ends_with_its_stream() -> None:
+    task = Task()
+    before = threading.active_count()
+    stream = Prefetched(Batches(task, list(range(100)), seed=0))
+    next(stream)
+    (thread,) = [t for t in threading.enumerate() if t.name.endswith("(_fetch)")]
+    del stream
+    thread.join(5)
+    assert threading.active_count() == before

@@ -447,6 +447,7 @@ def test_every_known_task_lists_its_options_with_type_default_and_purpose() -> N
         "data": ("path", "none"),
         "batch_size": ("whole number", "64"),
         "learning_rate": ("number", "0.001"),
+        "momentum": ("number", "none"),
         "network": ("cnn | resnet", "cnn"),
         "flip": ("true | false", "false"),
     }
@@ -469,8 +470,9 @@ def test_a_built_in_task_is_loaded_with_settings_of_the_right_type(tmp_path: Pat
         ("batch_size", "1.5", "'1.5'; expected whole number"),
         ("learning_rate", "fast", "'fast'; expected number"),
         ("network", "nlp", "'nlp'; expected cnn | resnet"),
+        ("momentum", "2", "at least 0 and less than 1"),
         ("flip", "maybe", "'maybe'; expected true | false"),
-        ("batchsize", "3", "known: batch_size, flip, learning_rate, network. Did you mean 'batch_size'?"),
+        ("batchsize", "3", "known: batch_size, flip, learning_rate, momentum, network. Did you mean 'batch_size'?"),
         ("data", "/tmp", "--data"),
     ],
 )

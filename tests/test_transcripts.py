@@ -1,7 +1,8 @@
 """What every protocol says in a short run with a death, as text that a person reads and reviews as a diff.
 
 `pytest --rewrite-transcripts` writes the texts anew. An entry is the time, the node, the event, and after the arrow
-what the machine wanted done about it. Tensors are shown by their shapes, fields with their defaults not at all.
+what the machine wanted done about it. Tensors are shown by their shapes; empty ones, None and fields with their
+defaults not at all. worker-0#2@5 is the second gradient of worker-0, taken at weights of clock 5.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from tether import Faults, Sim
+from tether import Faults, Server, Sim
 from tether.machine import Effect, Event, Message, Node, Replica, Snapshot
+from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
-from tether.run import Request, RunPlan
+from tether.protocols.server import Mark
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
 
 FOLDER = Path(__file__).parent / "transcripts"
-VARIANTS = [options for cls in known().values() for options in cls.variants()]
+#: of the server's variants, those that show what is typical of the others; so many steps can be read
+SERVERS = {
+    Server(sync="hard"): 5,
+    Server(sync="soft"): 3,
+    Server(sync="async", topology="tree", fan_out=2, overlap=True): 2,
+}
+VARIANTS = [options for cls in known().values() for options in (SERVERS if cls is Server else cls.variants())]
 LINES_MAX = 60
 WIDTH = 120
 STEPS = 5
@@ -35,15 +43,19 @@ class Transcript(RunPlan):
 
     def recorder(self, node: Node, replica: Replica) -> Recorder:
         def listen(event: Event, now: float, effects: list[Effect]) -> None:
-            line = f"{now:6.3f}  {node.name:<9} {shown(event)} ->"
+            line = f"{now:6.3f}  {node.name:<{self.name_width}} {shown(event)} ->"
             for effect in [shown(effect) for effect in effects] or ["nothing"]:
                 if len(line) + 1 + len(effect) > WIDTH:
                     self.lines.append(line)
-                    line = " " * 20
+                    line = " " * 12
                 line += f" {effect}"
             self.lines.append(line)
 
         return listen
+
+    @property
+    def name_width(self) -> int:
+        return max(9, *(len(node.name) for node in self.nodes))
 
     @property
     def lines(self) -> list[str]:
@@ -56,11 +68,15 @@ def shown(value: Any) -> str:
             return f"<{'x'.join(map(str, value.shape))}>"
         case Snapshot(start=start, stop=stop):
             return f"weights[{start or ''}:{'' if stop is None else stop}]"
+        case Mark(learner=learner, number=number, clock=clock):
+            return f"{learner}#{number}@{clock}"
         case msgspec.Struct():
             told = [told_field(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
             return f"{type(value).__name__}({', '.join(filter(None, told))})"
         case dict():
             return "{" + ", ".join(f"{key}: {shown(item)}" for key, item in value.items()) + "}"
+        case (Mark(), *_):
+            return " ".join(map(shown, value))
         case tuple():
             return "(" + " ".join(map(shown, value)) + ")"
         case float():
@@ -70,6 +86,8 @@ def shown(value: Any) -> str:
 
 def told_field(field: msgspec.structs.FieldInfo, value: Any) -> str:
     """Names, messages and tensors speak for themselves; numbers do not."""
+    if value is None or (isinstance(value, Tensor) and not value.numel()):
+        return ""
     if isinstance(value, str | tuple | Tensor | Snapshot | Message):
         return "" if value == () else shown(value)
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
@@ -77,22 +95,27 @@ def told_field(field: msgspec.structs.FieldInfo, value: Any) -> str:
 
 
 def file_of(options: Options) -> Path:
-    settings = [f"{field.name} {getattr(options, field.name)}" for field in dataclasses.fields(options)]
+    """Named after the first setting and those that are not as usual."""
+    fields = dataclasses.fields(options)
+    told = [field for field in fields if field is fields[0] or getattr(options, field.name) != field.default]
+    settings = [f"{field.name} {getattr(options, field.name)}" for field in told]
     return FOLDER / (re.sub(r"\W+", "-", " ".join([options.name, *settings])) + ".txt")
 
 
 def transcript(options: Options) -> str:
-    """Two workers, of which one dies after its second gradient; a protocol for one worker sees no death."""
+    """Two workers, of which one dies after its second gradient, in the shortest after its first; one alone lives on."""
     workers = min(2, options.workers_max or 2)
-    faults = Faults().crash("worker-1", step=2) if workers > 1 else Faults()
+    steps = SERVERS.get(options, STEPS) if isinstance(options, Server) else STEPS
+    last, ordinal = (2, "second") if steps > 2 else (1, "first")
+    faults = Faults().crash("worker-1", step=last) if workers > 1 else Faults()
     sim = Sim(workers=workers, link="100kbit", step_seconds=0.1, faults=faults, detect_seconds=0.05)
-    request = Request(steps=STEPS, seed=0, evaluate_every=2 / 50, trace=False)
+    request = Request(steps=steps, seed=0, evaluate_every=2 / 50, trace=False)
     task = SyntheticTask(parameters=8, samples=50 * workers, noise=0.0)
     plan = RunPlan.make(task, options, sim, request, None)
     listening = Transcript(**vars(plan))
     outcome = sim.execute(listening, Nobody())
-    death = ", 2 workers: worker-1 dies after its second gradient" if faults.schedule else ""
-    title = f"{options}, {STEPS} steps{death}"
+    death = f", 2 workers: worker-1 dies after its {ordinal} gradient" if faults.schedule else ""
+    title = f"{options}, {steps} steps{death}"
     return "\n".join([title, "", *listening.lines, "", f"{outcome.reason} at {outcome.seconds:.3f}", ""])
 
 

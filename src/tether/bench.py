@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from torch.utils.data import DataLoader
 
 from tether.errors import unknown
 from tether.learner import build_model
+from tether.plan import Request
 from tether.progress import make_progress
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import run
+from tether.runtimes.base import Outcome
 from tether.runtimes.local import Local
-from tether.runtimes.sim import Sim
+from tether.runtimes.sim import Sim, StepTime
+from tether.swarm import Scenario, simulate
 from tether.task import Batches, SyntheticTask, Task
 
 Report = dict[str, Any]
@@ -122,9 +126,47 @@ def simulator(workers: int = 1000, steps: int = 20) -> Report:
     return {"bench": "sim", "rows": rows, "ratios": ratios}
 
 
+def rudra(steps: int = 700) -> Report:
+    """Rudra's staleness (figure 4) and communication overlap (table 1), in the simulator."""
+    rows: list[dict[str, Any]] = []
+    ratios: dict[str, float] = {}
+    even = StepTime(0.1, spread=0.05)
+    for n in (1, 2, 30):
+        outcome = _simulated(Server(sync="soft", n=n), Sim(workers=30, step_seconds=even, link="10gbit"), steps)
+        histogram = _staleness(outcome)
+        mean = sum(k * count for k, count in histogram.items()) / histogram.total()
+        above = sum(count for k, count in histogram.items() if k > 2 * n) / histogram.total()
+        rows.append({"what": f"{n}-softsync, 30 learners", "staleness": mean, "above_2n": above, "overlap": None})
+        ratios[f"staleness_over_n_{n}_softsync"] = mean / n
+    large = Sim(workers=60, step_seconds=StepTime(0.2, spread=0.05), link="240gbit", model_bytes="300MB")
+    architectures = {
+        "base": Server(sync="async"),
+        "adv": Server(sync="async", topology="tree"),
+        "adv*": Server(sync="async", topology="tree", overlap=True),
+    }
+    for label, server in architectures.items():
+        outcome = _simulated(server, large, steps // 10)
+        meters = [meter for name, meter in outcome.meters.items() if name.startswith("worker")]
+        share = statistics.fmean(meter.overlap for meter in meters)
+        histogram = _staleness(outcome)
+        mean = sum(k * count for k, count in histogram.items()) / histogram.total()
+        rows.append({"what": f"{label}, 60 learners, 300 MB", "staleness": mean, "above_2n": None, "overlap": share})
+        ratios[f"overlap_{label}"] = share
+    return {"bench": "rudra", "rows": rows, "ratios": ratios}
+
+
+def _simulated(protocol: Options, sim: Sim, steps: int) -> Outcome:
+    task = SyntheticTask(parameters=16, rate=0.01)
+    return simulate(Scenario(0, task, protocol, sim, Request(steps=steps, trace=False)))
+
+
+def _staleness(outcome: Outcome) -> Counter[int]:
+    return sum((Counter(meter.staleness) for meter in outcome.meters.values()), Counter())
+
+
 def named(name: str) -> Any:
     """The benchmark of that name."""
-    known = {"overhead": overhead, "sim": simulator}
+    known = {"overhead": overhead, "rudra": rudra, "sim": simulator}
     if name not in known:
         raise unknown("benchmark", name, known)
     return known[name]

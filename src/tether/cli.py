@@ -13,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tether import bench, protocols, report, settings, swarm, tasks
+from tether import bench, protocols, report, settings, study, swarm, tasks
 from tether.errors import TetherError, UsageError, unknown
-from tether.protocols import Averaging, Options, Single
+from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
 from tether.runtimes.base import Runtime
 from tether.runtimes.faults import Faults
@@ -54,6 +54,8 @@ def train(
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
+    warmup: Annotated[str | None, typer.Option(help="Begin with this protocol.")] = None,
+    warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
     set_: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="An option of the protocol or of the task; repeat it."),
@@ -63,6 +65,7 @@ def train(
     run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
     as_json: JsonOption = False,
     record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
+    evaluate_every: Annotated[float, typer.Option(help="Epochs between two evaluations.")] = 1.0,
     checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 30.0,
     link: Annotated[str | None, typer.Option(help="sim: bandwidth of every network interface [1gbit].")] = None,
     latency: Annotated[str | None, typer.Option(help="sim: latency of the network [0.2ms].")] = None,
@@ -90,8 +93,11 @@ def train(
         epochs=epochs,
         steps=steps,
         until=until,
+        warmup=_protocol_class(warmup)() if warmup else None,
+        warmup_epochs=warmup_epochs,
         seed=seed,
         run_dir=run_dir,
+        evaluate_every=evaluate_every,
         checkpoint_seconds=checkpoint_seconds,
         record=record,
         task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
@@ -184,7 +190,7 @@ def swarm_(
 
 @app.command("bench")
 def bench_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="overhead or sim.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="overhead, rudra or sim.")],
     task: Annotated[str, typer.Option(help="overhead: the task.")] = "fashion",
     data: DataOption = None,
     as_json: JsonOption = False,
@@ -197,10 +203,65 @@ def bench_(
         return
     table = Table(*(name.replace("_", " ") for name in outcome["rows"][0]))
     for row in outcome["rows"]:
-        table.add_row(*(f"{value:,.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*(_text(value) for value in row.values()))
     _out.print(table)
     for ratio, value in outcome["ratios"].items():
         _out.print(f"{ratio}: {value:.4f}", highlight=False)
+
+
+@app.command("study")
+def study_(
+    task: TaskArgument,
+    mu: Annotated[str, typer.Option(help="Mini-batch sizes of a learner.")] = "4,8,16,32,64,128",
+    learners: Annotated[str, typer.Option("--lambda", help="Numbers of learners.")] = "1,2,4,10,18,30",
+    protocol: Annotated[
+        str, typer.Option("--protocol", "-p", help="hard, lambda-soft and N-soft, such as 1-soft.")
+    ] = "hard,1-soft,lambda-soft",
+    epochs: EpochsOption = None,
+    link: Annotated[str, typer.Option(help="Bandwidth of every network interface.")] = "1gbit",
+    latency: Annotated[str, typer.Option(help="Latency of the network.")] = "0.2ms",
+    step_seconds: Annotated[
+        str | None,
+        typer.Option(help="How long a gradient takes: 0.05, or by mini-batch 4=0.01,128=0.05 [measured here]."),
+    ] = None,
+    model_bytes: Annotated[str | None, typer.Option(help="Price the model as one of this size.")] = None,
+    data: DataOption = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="An option of protocol server or of the task; repeat it."),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    reference_batch: Annotated[
+        int | None, typer.Option(help="The batch that the learning rate was chosen for [the task's own].")
+    ] = None,
+    to: Annotated[Path, typer.Option(help="Where results and picture go; what is finished there is kept.")] = Path(
+        "study"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Simulate error against time over mini-batch size, number of learners and protocol."""
+    grid = study.parse_counts(mu, "--mu"), study.parse_counts(learners, "--lambda"), study.parse_protocols(protocol)
+    server_settings, task_settings = _split_settings(set_ or [], Server, task)
+    chosen = study.Settings.make(
+        task,
+        data=str(data.absolute()) if data else None,
+        task_settings=task_settings,
+        server_settings=server_settings,
+        epochs=epochs,
+        reference_batch=reference_batch,
+        seed=seed,
+        link=link,
+        latency=latency,
+        step_seconds=step_seconds,
+        model_bytes=model_bytes,
+    )
+    outcome = study.study(chosen, *grid, to)
+    if as_json:
+        print(json.dumps(outcome))
+        return
+    _out.print(study.table(outcome))
+    _out.print(outcome["recommendation"], highlight=False, markup=False)
+    _out.print((to / "study.png").absolute(), highlight=False)
 
 
 @app.command()
@@ -294,6 +355,10 @@ def _show(result: Result, as_json: bool) -> None:
     }.items():
         table.add_row(name, value)
     _out.print(table)
+
+
+def _text(value: object) -> str:
+    return "" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value)
 
 
 def _list_one(name: str, summary: str, options: list[settings.Option]) -> None:

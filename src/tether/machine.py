@@ -26,6 +26,9 @@ from typing import Any, Protocol, cast
 import msgspec
 from torch import Tensor
 
+#: a row of metrics
+Row = dict[str, float | int | str | list[int]]
+
 
 class Message(msgspec.Struct, frozen=True, tag=True):
     """What nodes say to each other. Subclasses name their fields; tensors travel as raw frames."""
@@ -172,7 +175,7 @@ class CancelTimer(Effect, frozen=True):
 class Record(Effect, frozen=True):
     """Put a row into the run's metrics, and the staleness of each applied gradient into its histogram."""
 
-    values: dict[str, float | int | str] = {}
+    values: Row = {}
     staleness: tuple[int, ...] = ()
 
 
@@ -191,6 +194,12 @@ class Checkpoint(Effect, frozen=True):
     samples: int
     state: dict[str, Any] = {}
     final: bool = False
+
+
+class Fail(Effect, frozen=True):
+    """This node cannot take part: the run ends with this error."""
+
+    reason: str
 
 
 class Finish(Effect, frozen=True):
@@ -229,6 +238,8 @@ class Node:
     computes: bool = False
     index: int = 0
     host: str = ""
+    #: who is above, in protocols with a tree
+    parent: str = ""
     life: int = 1
 
     def successor(self) -> Node:

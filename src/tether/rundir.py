@@ -39,6 +39,8 @@ class Restored:
     weights: Tensor
     state: dict[str, Any]
     replica_state: dict[str, Any]
+    #: whose state it is
+    protocol: str = ""
 
 
 class RunDirectory:
@@ -109,7 +111,13 @@ class RunDirectory:
         return config
 
     def save_checkpoint(
-        self, step: int, samples: int, weights: Tensor, state: dict[str, Any], replica_state: dict[str, Any]
+        self,
+        step: int,
+        samples: int,
+        weights: Tensor,
+        state: dict[str, Any],
+        replica_state: dict[str, Any],
+        protocol: str = "",
     ) -> Path:
         """Write a checkpoint beside the others and only then give it its name."""
         folder = self.path / "checkpoints"
@@ -124,6 +132,7 @@ class RunDirectory:
         tree = {
             "step": step,
             "samples": samples,
+            "protocol": protocol,
             "state": pack_tree(state, tensors),
             "replica_state": pack_tree(replica_state, tensors),
         }
@@ -149,6 +158,7 @@ class RunDirectory:
                     tensors[0],
                     unpack_tree(tree["state"], tensors),
                     unpack_tree(tree["replica_state"], tensors),
+                    tree["protocol"],
                 )
             except (OSError, ValueError, TypeError, LookupError, SafetensorError):
                 continue

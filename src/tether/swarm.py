@@ -15,9 +15,9 @@ import numpy as np
 from torch import Tensor
 
 from tether.errors import RunError, TetherError, UsageError
-from tether.machine import Checkpoint, Evaluate
+from tether.machine import Checkpoint, Evaluate, Row
+from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
-from tether.run import Request, RunPlan
 from tether.runtimes.base import Outcome
 from tether.runtimes.faults import Faults
 from tether.runtimes.sim import Sim, StepTime
@@ -65,7 +65,7 @@ class Nobody:
 
     def meter(self, meter: Meter, now: float) -> None: ...
 
-    def record(self, node: str, values: dict[str, float | int | str], now: float) -> None: ...
+    def record(self, node: str, values: Row, now: float) -> None: ...
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None: ...
 
@@ -93,7 +93,8 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
     nodes = options.nodes(workers)
     hub = options.joint if not any(node.name == options.joint and node.computes for node in nodes) else None
     computing = tuple(node.name for node in nodes if node.computes)
-    faults = Faults.draw(rng, computing, hub, horizon_seconds=0.7 * steps * step_time.seconds)
+    helpers = tuple(node.name for node in nodes if not node.computes and node.name != options.joint)
+    faults = Faults.draw(rng, computing, hub, 0.7 * steps * step_time.seconds, helpers)
     if plant == "drop" and len(nodes) > 1:
         pair = (options.joint, str(rng.choice(computing)))
         faults = faults.drop(*(pair if rng.random() < 0.5 else pair[::-1]), nth=int(rng.integers(1, 8)))

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import queue
+import threading
 import traceback
+import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -146,6 +150,8 @@ class Batches:
         self._seed = seed
         self._position = first + index * task.batch_size
         self._stride = count * task.batch_size
+        #: a batch is a few rows of tensors: picking them costs less than having another thread do it
+        self.in_memory = type(data) is TensorDataset and type(task).collate is Task.collate
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -154,7 +160,7 @@ class Batches:
         indices = self._indices(self._position, self._position + self._task.batch_size)
         self._position += self._stride
         data = self._data
-        if type(data) is TensorDataset and type(self._task).collate is Task.collate:
+        if self.in_memory:
             picked = torch.from_numpy(indices)
             return [tensor[picked] for tensor in data.tensors]
         if hasattr(data, "__getitems__"):
@@ -169,6 +175,42 @@ class Batches:
             parts.append(order[offset : offset + stop - start])
             start += len(parts[-1])
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class Prefetched:
+    """Batches that another thread gets ready while the last one is computed with.
+
+    Errors come out where the batch would have. The thread ends when nobody holds the stream any more.
+    """
+
+    def __init__(self, batches: Iterator[Any], depth: int = 2) -> None:
+        self._ready: queue.Queue[tuple[Any, Exception | None]] = queue.Queue(maxsize=depth)
+        threading.Thread(target=_fetch, args=(batches, weakref.ref(self), self._ready), daemon=True).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch, error = self._ready.get()
+        if error is not None:
+            raise error
+        return batch
+
+
+def _fetch(batches: Iterator[Any], owner: weakref.ref[Prefetched], ready: queue.Queue[Any]) -> None:
+    while True:
+        try:
+            item: tuple[Any, Exception | None] = next(batches), None
+        except Exception as error:
+            item = None, error
+        while True:
+            if owner() is None:
+                return
+            with suppress(queue.Full):
+                ready.put(item, timeout=1.0)
+                break
+        if item[1] is not None:
+            return
 
 
 @lru_cache(maxsize=8)

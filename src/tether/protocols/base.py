@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from tether.machine import Checkpoint, Effect, Evaluate, Finish, Machine, Message, Node, Schedule, Seat
@@ -31,6 +31,11 @@ class Options:
         """Refuse values of a wrong type; a subclass adds what else must hold."""
         check_types(self, f"protocol {self.name}")
 
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        set_ = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in set_.items())})"
+
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
         """The settings that the conformance kit and the swarm try."""
@@ -53,6 +58,7 @@ class Pace:
         self.step = schedule.first_step
         self.samples = schedule.first_samples
         self.over = False
+        self._gradients = 0
         self._saved_at: float | None = None
 
     @property
@@ -76,6 +82,14 @@ class Pace:
             self._saved_at = now
             effects.append(Checkpoint(self.step, self.samples, state or {}))
         return effects
+
+    def advance_gradients(
+        self, gradients: int, workers: int, samples: int, now: float, state: dict[str, Any] | None = None
+    ) -> list[Effect]:
+        """For protocols without rounds: so many gradients, a step being as many as there are workers."""
+        self._gradients += gradients
+        steps, self._gradients = divmod(self._gradients, workers)
+        return self.advance(steps, samples, now, state)
 
     def finish(self, reason: str, state: dict[str, Any] | None = None) -> list[Effect]:
         """End the run with the joint model as it is."""

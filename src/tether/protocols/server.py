@@ -1,40 +1,68 @@
-"""Parameter server (Rudra, sections 3.1 and 3.2).
+"""Parameter server: Rudra's three protocols and three architectures, and Downpour.
 
-The hub holds the weights and their clock, the number of updates so far. A learner pulls the weights, takes the gradient
-of one mini-batch and pushes it with the clock of the weights it was taken at. The optimizer runs at the hub, on the
-flat vector.
+The hub holds the weights and their clock, the number of updates so far (section 3.1). A learner takes the gradient of
+one mini-batch and pushes it with the clock of the weights it was taken at; its staleness is the hub's clock less
+that. The optimizer runs at the hub, on the flat vector, with the mean of the gradients collected for an update:
 
-hardsync (equation 3): the clock moves from i to i+1 when every learner present has pushed exactly one gradient of clock
-i. The hub applies their mean, weighted by samples, and sends the new weights to all. Staleness is always zero, and
-lambda learners of mini-batch mu equal one learner of mini-batch lambda*mu (equation 7).
+- hard (equation 3): one gradient of every learner present, all of the current clock. Staleness is always zero, and
+  lambda learners of mini-batch mu equal one learner of mini-batch lambda*mu (equation 7).
+- soft (equation 5): any c = floor(lambda/n) gradients. The average staleness comes out as n.
+- async (equation 4): every gradient at once, which is soft with n = lambda.
 
-A learner that dies before its gradient arrived is no longer waited for; what it had pushed counts. A learner that comes
-is given the current weights and counts from this round on. BatchNorm's buffers ride along and are averaged.
+Learning rate: sqrt(lambda*mu/B) in hardsync, B being the batch size it was chosen for; 1/n in softsync (equation 6);
+or by the average staleness of each update (equation 2), or for each gradient by its own (footnote 3).
 
-Invariants: a learner is either awaited or has been counted, never both; only learners present are awaited; every
-gradient counted has the current clock.
+Architectures (section 3.3). In a star the learners talk to the hub. In a tree (Rudra-adv) they talk to an aggregator
+on their own host, which sends the mean of what it has collected upwards as one push and answers when it is answered,
+so all weights carry one clock. With overlap (Rudra-adv*) the hub sends its weights down a tree of learners, a new one
+when all have the last; a learner computes while its push is under way, has one push under way at most, and never
+merges two.
+
+Downpour: a learner pushes the sum of `push_every` gradients, pulls every `pull_every` steps and steps by itself
+meanwhile.
+
+Conversation: every Pull and Push is answered, by Weights if they are newer than what the asker has, else by Current.
+In hardsync the answer to a push is the update it took part in. A sender keeps its push until the answer comes, and if
+whom it pushed to dies, pushes it again to the next one above; gradients are numbered per learner, and a push with any
+number that has been counted already is not counted again. So each gradient counts once, or not at all if its learner
+died.
+
+A learner that dies is no longer waited for; what it had pushed counts. One that comes pulls and counts from then on.
+BatchNorm's buffers ride along and are averaged.
+
+Invariants: no gradient is counted twice; none is of a later clock than the hub's; in hardsync all are of its clock,
+and only learners present are awaited; a learner has at most one push under way.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import math
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
+import msgspec
 from torch import Tensor
 
-from tether.errors import InvariantBroken
+from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
+    Broadcast,
+    Broadcasted,
     Compute,
     Effect,
     Event,
+    Fail,
     GradientReady,
     Install,
     Machine,
     Message,
+    Node,
     PeerJoined,
     PeerLost,
     Received,
     Record,
+    Row,
     Seat,
     Send,
     Started,
@@ -44,51 +72,452 @@ from tether.machine import (
 )
 from tether.protocols.base import Options, Pace, option
 
+#: a downcast waits for the last one to arrive everywhere, but not for longer than so many gradients of each learner:
+#: a learner that stands still must not freeze the weights of all
+DOWNCAST_PATIENCE = 4
+
+
+class Pull(Message, frozen=True):
+    """Upwards: I have weights of this clock (-1: none), for a vector of that length."""
+
+    have: int
+    length: int
+
 
 class Weights(Message, frozen=True):
-    """Hub to learner: the vector and its clock."""
+    """Downwards: the vector and its clock; `push` if it answers a push."""
 
     clock: int
     values: Tensor
+    push: bool = False
+
+
+class Current(Message, frozen=True):
+    """Downwards: there is nothing newer for you; `push` if it answers a push."""
+
+    push: bool = False
+
+
+class Refused(Message, frozen=True):
+    """Downwards: you cannot take part."""
+
+    reason: str
+
+
+class Mark(msgspec.Struct, frozen=True, array_like=True):
+    """One gradient: whose, its number there, and the clock of the weights it was taken at."""
+
+    learner: str
+    number: int
+    clock: int
 
 
 class Push(Message, frozen=True):
-    """Learner to hub: one gradient, taken at weights of that clock, and the learner's buffers."""
+    """Upwards: the mean of some gradients and of their learners' buffers. `have` asks for weights newer than that."""
 
-    clock: int
+    marks: tuple[Mark, ...]
     gradient: Tensor
     buffers: Tensor
     samples: int
+    have: int | None
+
+
+class Got(Message, frozen=True):
+    """Learner to hub, with overlap: the downcast of this clock has arrived."""
+
+    clock: int
 
 
 @dataclass(frozen=True)
 class Server(Options):
     """The optimizer runs at a hub; learners push gradients and pull weights."""
 
-    sync: Literal["hard"] = option("hard", "when the hub updates: 'hard' waits for one gradient of every learner")
+    sync: Literal["hard", "soft", "async"] = option(
+        "hard", "an update takes one gradient of every learner (hard), lambda/n of them (soft) or one (async)"
+    )
+    n: int = option(1, "soft: how many updates the learners' gradients are split into")
+    topology: Literal["star", "tree"] = option("star", "learners talk to the hub (star) or to aggregators (tree)")
+    fan_out: int = option(8, "tree: how many below each aggregator, and below the hub")
+    overlap: bool = option(False, "weights are cast down a tree of learners; pushes run beside computation")
+    rate: Literal["auto", "none", "sqrt", "1/n", "average", "gradient"] = option(
+        "auto",
+        "learning rate times: 1 (none), sqrt(lambda*mu/B) (sqrt), 1/n, one over an update's average staleness "
+        "(average) or each gradient's own (gradient); auto: sqrt in hardsync, else 1/n",
+    )
+    reference_batch: int | None = option(None, "B: the batch size the learning rate was chosen for; none: lambda*mu")
+    push_every: int = option(1, "Downpour: steps between two pushes")
+    pull_every: int = option(1, "Downpour: steps between two pulls; the learner steps by itself meanwhile")
 
     name = "server"
-    summary = "parameter server: the hub steps with the learners' gradients (Rudra)"
-    messages = (Weights, Push)
+    summary = "parameter server: the hub steps with the learners' gradients (Rudra, Downpour)"
+    messages = (Pull, Weights, Current, Refused, Push, Got)
     steps_at_hub = True
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("n", "push_every", "pull_every"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.fan_out < 2:
+            raise UsageError(f"fan_out must be at least 2, not {self.fan_out}: with 1 below each, a tree never ends")
+        if self.reference_batch is not None and self.reference_batch < 1:
+            raise UsageError(f"reference_batch must be at least 1, not {self.reference_batch}")
+        if self.n != 1 and self.sync != "soft":
+            raise UsageError(f"n={self.n} is for sync='soft'; {self.sync} has none")
+        if max(self.push_every, self.pull_every) > 1 and (self.sync == "hard" or self.overlap):
+            raise UsageError(
+                "push_every and pull_every make learners go on by themselves: use them with sync='soft' or 'async' and "
+                "without overlap, which sends each gradient on its own"
+            )
+
+    @classmethod
+    def variants(cls) -> tuple[Options, ...]:
+        combinations = [
+            cls(sync=sync, topology=topology, fan_out=2, overlap=overlap)
+            for sync in ("hard", "soft", "async")
+            for topology in ("star", "tree")
+            for overlap in (False, True)
+        ]
+        return *combinations, cls(sync="async", push_every=2, pull_every=3)
+
+    def nodes(self, workers: int) -> tuple[Node, ...]:
+        if self.n > workers:
+            raise UsageError(f"n must be within 1 and the number of learners, {workers}, not {self.n}")
+        learners = [Node(f"worker-{i}", "worker", True, i, parent="hub") for i in range(workers)]
+        if self.topology == "star":
+            return Node("hub", "hub"), *learners
+        return Node("hub", "hub"), *_tree(learners, self.fan_out)
+
     def machine(self, seat: Seat) -> Machine:
-        return HardHub(seat) if seat.node.role == "hub" else ServerLearner(seat)
+        match seat.node.role:
+            case "hub":
+                return ServerHub(seat, self)
+            case "aggregator":
+                return Aggregator(seat, self)
+        return ServerLearner(seat, self)
 
 
-class HardHub:
-    """Collects one gradient of each learner, steps with their mean, and sends the weights out."""
+def _tree(learners: list[Node], fan_out: int) -> list[Node]:
+    """Aggregators above the learners, each on a host of those below it, until the hub has at most `fan_out` below."""
+    placed: list[Node] = []
+    level, count = learners, 0
+    while level is learners or len(level) > fan_out:
+        above: list[Node] = []
+        for start in range(0, len(level), fan_out):
+            group = level[start : start + fan_out]
+            host = group[0].host or f"host-{start // fan_out}"
+            parent = Node(f"aggregator-{count}", "aggregator", host=host, parent="hub")
+            count += 1
+            above.append(parent)
+            placed += [replace(node, host=node.host or host, parent=parent.name) for node in group]
+        level = above
+    return placed + level
+
+
+class _Sum:
+    """Gradients on their way into one mean, weighted by their samples."""
+
+    def __init__(self) -> None:
+        self.marks: list[Mark] = []
+        self.samples = 0
+        self._gradient: Tensor | None = None
+        self._buffers: Tensor | None = None
+
+    def add(self, push: Push, scale: float = 1.0) -> None:
+        self.marks += push.marks
+        self.samples += push.samples
+        if self._gradient is None or self._buffers is None:
+            self._gradient = push.gradient * (push.samples * scale)
+            self._buffers = push.buffers * push.samples
+        else:
+            self._gradient.add_(push.gradient, alpha=push.samples * scale)
+            self._buffers.add_(push.buffers, alpha=push.samples)
+
+    def means(self) -> tuple[Tensor, Tensor]:
+        assert self._gradient is not None and self._buffers is not None
+        return self._gradient.div_(self.samples), self._buffers.div_(self.samples)
+
+    @property
+    def learners(self) -> set[str]:
+        return {mark.learner for mark in self.marks}
+
+
+class _Ledger:
+    """The number of the last gradient counted of each learner."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def count(self, marks: Iterable[Mark]) -> bool:
+        """Whether all of these are new; if so they are counted."""
+        marks = tuple(marks)
+        if any(mark.number <= self._last.get(mark.learner, 0) for mark in marks):
+            return False
+        self._last.update((mark.learner, mark.number) for mark in marks)
+        return True
+
+
+class _Below:
+    """What a learner and an aggregator have in common: somebody above, and pushes under way to it.
+
+    There is at most one, but for an aggregator in hardsync: a learner that comes while a round goes on adds another.
+    """
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
+        self.above = seat.node.parent
+        self.clock = -1
+        self.under_way: list[Push] = []
+        self.asked = False
+        self._lost: set[str] = set()
+
+    def _ask(self) -> list[Effect]:
+        self.asked = True
+        return [Send(self.above, Pull(self.clock, len(self.seat.weights)))]
+
+    def _push(self, push: Push) -> list[Effect]:
+        self.under_way.append(push)
+        return [Send(self.above, push)]
+
+    def _answered(self, push: bool) -> None:
+        if push:
+            self.under_way = []
+        else:
+            self.asked = False
+
+    def _lose(self, peer: str) -> list[Effect]:
+        """If it was the one above, turn to the next and say again what was not answered."""
+        self._lost.add(peer)
+        if peer != self.above:
+            return []
+        parents = {node.name: node.parent for node in self.seat.nodes}
+        while self.above in self._lost and self.above != "hub":
+            self.above = parents[self.above]
+        again: list[Effect] = [Send(self.above, push) for push in self.under_way]
+        return again + (self._ask() if self.asked else [])
+
+    def _begin(self, members: tuple[str, ...]) -> list[Effect]:
+        absent = {node.name for node in self.seat.nodes} - set(members)
+        effects = [effect for peer in sorted(absent) for effect in self._lose(peer)]
+        return effects or self._ask()
+
+
+class ServerLearner(_Below):
+    """Computes gradients and pushes each of them."""
+
+    def __init__(self, seat: Seat, options: Server) -> None:
+        super().__init__(seat)
+        self.options = options
+        self.steps = 0
+        self.computing = False
+        self.newest: Weights | None = None
+        self.outgoing: Push | None = None
+        self.used_clock = -1
+        self._accrued: Tensor | None = None
+        self._accrued_samples = 0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Started(members=members):
+                return self._begin(members)
+            case Received(message=Weights() as weights):
+                self._answered(weights.push)
+                self._keep(weights)
+                return self._go()
+            case Received(message=Current(push=push)):
+                self._answered(push)
+                return self._go()
+            case Broadcasted(message=Weights() as weights):
+                self._keep(weights)
+                return [Send("hub", Got(weights.clock)), *self._go()]
+            case GradientReady(gradient=gradient, samples=samples):
+                self.computing = False
+                return [*self._took(gradient, samples), *self._go()]
+            case PeerLost(peer=peer):
+                return self._lose(peer)
+            case Received(message=Refused(reason=reason)):
+                return [Fail(reason)]
+        return []
+
+    def _keep(self, weights: Weights) -> None:
+        if weights.clock > max(self.clock, self.newest.clock if self.newest else -1):
+            self.newest = weights
+
+    def _took(self, gradient: Tensor, samples: int) -> list[Effect]:
+        """A gradient is there: what goes out, and what is done with it here."""
+        options = self.options
+        self.steps += 1
+        self.used_clock = self.clock
+        if options.push_every > 1:
+            self._accrued = gradient.clone() if self._accrued is None else self._accrued.add_(gradient)
+            self._accrued_samples += samples
+            gradient, samples = self._accrued, self._accrued_samples
+        pulls = self.steps % options.pull_every == 0
+        if self.steps % options.push_every == 0:
+            mark = Mark(self.seat.node.name, self.steps, self.clock)
+            have = self.clock if pulls and not options.overlap else None
+            self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have)
+            self._accrued, self._accrued_samples = None, 0
+            pulls = False
+        effects: list[Effect] = [Step()] if options.pull_every > 1 else []
+        return [*effects, *self._ask()] if pulls else effects
+
+    def _go(self) -> list[Effect]:
+        """Push what waits, if nothing is under way; compute, if nothing must be waited for."""
+        effects: list[Effect] = []
+        if self.outgoing is not None and not self.under_way:
+            effects += self._push(self.outgoing)
+            self.outgoing = None
+        if self.computing or self.asked or self.outgoing is not None:
+            return effects
+        clock = self.newest.clock if self.newest is not None else self.clock
+        if clock < 0 or (self.options.sync == "hard" and clock <= self.used_clock):
+            return effects
+        if self.under_way and not self.options.overlap:
+            return effects
+        if self.newest is not None:
+            effects.append(Install(self.newest.values))
+            self.clock, self.newest = self.newest.clock, None
+        self.computing = True
+        return [*effects, Compute(fresh=self.options.overlap)]
+
+    def check(self) -> None:
+        if len(self.under_way) > 1:
+            raise InvariantBroken(f"{len(self.under_way)} pushes are under way")
+        if self.computing and self.clock < 0:
+            raise InvariantBroken("computes before any weights came")
+        if self.computing and self.outgoing is not None:
+            raise InvariantBroken("computes while a gradient waits: the two would be merged")
+
+
+class Aggregator(_Below):
+    """Averages what comes from below and passes it on as one push."""
+
+    def __init__(self, seat: Seat, options: Server) -> None:
+        super().__init__(seat)
+        self.options = options
+        self.sum = _Sum()
+        self._values: Tensor | None = None
+        self._ledger = _Ledger()
+        #: who waits for an answer, with what they have: those in the sum, those in the push under way; those who pulled
+        #: since this node last did, those for whom it did
+        self.in_sum: dict[str, int | None] = {}
+        self.in_push: dict[str, int | None] = {}
+        self.pulling: dict[str, int | None] = {}
+        self.in_pull: dict[str, int | None] = {}
+        below: dict[str, set[str]] = {}
+        for node in seat.nodes:
+            below.setdefault(node.parent, set()).add(node.name)
+        self._below = _descendants(seat.node.name, below) & set(seat.workers)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Started(members=members):
+                return self._begin(members)
+            case Received(sender=sender, message=Pull(have=have, length=length)):
+                if length != len(self.seat.weights):
+                    return [_refuse(sender, length, len(self.seat.weights))]
+                self.pulling[sender] = have
+                return [] if self.asked else self._pull()
+            case Received(sender=sender, message=Push() as push):
+                return self._take(sender, push)
+            case Received(message=Weights(clock=clock, values=values, push=push)):
+                if clock > self.clock:
+                    self.clock, self._values = clock, values
+                return self._pass_answer_on(push)
+            case Received(message=Current(push=push)):
+                return self._pass_answer_on(push)
+            case PeerJoined(peer=peer) if peer.partition("~")[0] in self._below:
+                self._below.add(peer)
+            case PeerLost(peer=peer):
+                for waiting in (self.in_sum, self.in_push, self.pulling, self.in_pull):
+                    waiting.pop(peer, None)
+                return [*self._lose(peer), *self._relay()]
+            case Received(message=Refused(reason=reason)):
+                return [Fail(reason)]
+        return []
+
+    def _take(self, sender: str, push: Push) -> list[Effect]:
+        if self._ledger.count(push.marks):
+            if self.options.sync == "hard" and self.sum.marks:
+                # only the dead leave gradients behind of a round that has gone on without them
+                clock, summed = push.marks[0].clock, self.sum.marks[0].clock
+                if clock < summed:
+                    return [self._answer(sender, push.have, push=True)]
+                if clock > summed:
+                    self.sum = _Sum()
+            self.sum.add(push)
+            self.in_sum[sender] = push.have
+            return self._relay()
+        # it has come by another way; its sender waits for the same answer
+        if set(push.marks) & set(self.sum.marks):
+            self.in_sum[sender] = push.have
+        elif any(set(push.marks) & set(other.marks) for other in self.under_way):
+            self.in_push[sender] = push.have
+        else:
+            return [self._answer(sender, push.have, push=True)]
+        return []
+
+    def _pass_answer_on(self, push: bool) -> list[Effect]:
+        self._answered(push)
+        asking = self.in_push if push else self.in_pull
+        if not push and self.options.sync != "hard":
+            # in hardsync the answer may be of a round that was over when they asked
+            asking |= self.pulling
+            self.pulling = {}
+        effects: list[Effect] = [self._answer(child, have, push) for child, have in sorted(asking.items())]
+        asking.clear()
+        if self.pulling and not self.asked:
+            effects += self._pull()
+        return effects + self._relay()
+
+    def _pull(self) -> list[Effect]:
+        self.in_pull, self.pulling = self.pulling, {}
+        return self._ask()
+
+    def _answer(self, child: str, have: int | None, push: bool) -> Effect:
+        if self._values is None or have is None or have >= self.clock:
+            return Send(child, Current(push))
+        return Send(child, Weights(self.clock, self._values, push))
+
+    def _relay(self) -> list[Effect]:
+        """Push the mean upwards: in hardsync when all below are in it, otherwise when nothing is under way."""
+        if not self.sum.marks:
+            return []
+        if self.options.sync == "hard":
+            pushed = {mark.learner for push in self.under_way for mark in push.marks}
+            if not self._below - self._lost - pushed <= self.sum.learners:
+                return []
+        elif self.under_way:
+            return []
+        collected, self.sum = self.sum, _Sum()
+        self.in_push, self.in_sum = self.in_push | self.in_sum, {}
+        gradient, buffers = collected.means()
+        have = None if self.options.overlap else self.clock
+        return self._push(Push(tuple(collected.marks), gradient, buffers, collected.samples, have))
+
+    def check(self) -> None:
+        if self.options.sync == "hard" and len({mark.clock for mark in self.sum.marks}) > 1:
+            raise InvariantBroken(f"gradients of two hardsync rounds in one sum: {self.sum.marks}")
+
+
+class ServerHub:
+    """Collects gradients, steps with their mean, and gives the weights out."""
+
+    def __init__(self, seat: Seat, options: Server) -> None:
+        self.seat = seat
+        self.options = options
         self.pace = Pace(seat.schedule)
-        self.clock = seat.schedule.first_step
+        self.clock = int(seat.restored["clock"]) if seat.restored else 0
         self.present: set[str] = set()
-        self.awaited: set[str] = set()
-        self.counted: list[str] = []
-        self._samples = 0
-        self._gradient: Tensor | None = None
-        self._buffers: Tensor | None = None
+        self.sum = _Sum()
+        self._ledger = _Ledger()
+        #: hardsync: who waits for the update, with what they have
+        self.waiting: dict[str, int | None] = {}
+        #: overlap: the clock of the last downcast, and who has not got it yet
+        self.downcast_clock = self.clock
+        self.downcast_to: set[str] = set()
+        self._since_downcast = 0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
@@ -96,84 +525,139 @@ class HardHub:
         match event:
             case Started(members=members):
                 self.present = set(members) & set(self.seat.workers)
-                return self._send_weights()
+            case Received(sender=sender, message=Pull(have=have, length=length)):
+                if length != len(self.seat.weights):
+                    return [_refuse(sender, length, len(self.seat.weights))]
+                return [self._answer(sender, have, push=False)]
             case Received(sender=sender, message=Push() as push):
-                return self._count(sender, push, now)
+                return self._take(sender, push, now)
+            case Received(sender=sender, message=Got(clock=clock)) if clock == self.downcast_clock:
+                self.downcast_to.discard(sender)
+                return self._downcast()
             case PeerJoined(peer=peer, role="worker"):
                 self.present.add(peer)
-                self.awaited.add(peer)
-                return [Send(peer, Weights(self.clock, snapshot()))]
             case PeerLost(peer=peer):
                 self.present.discard(peer)
-                self.awaited.discard(peer)
-                return self._update_if_complete(now)
+                self.downcast_to.discard(peer)
+                self.waiting.pop(peer, None)
+                return [*self._update_if_complete(now), *([] if self.pace.over else self._downcast())]
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                return self.pace.finish(reason, self._state())
         return []
 
-    def _count(self, learner: str, push: Push, now: float) -> list[Effect]:
-        if learner not in self.awaited:
-            raise InvariantBroken(f"{learner} pushed a gradient of clock {push.clock} that nobody awaits")
-        if push.clock != self.clock:
-            raise InvariantBroken(f"{learner} pushed clock {push.clock} in hardsync round {self.clock}")
-        self.awaited.remove(learner)
-        self.counted.append(learner)
-        self._samples += push.samples
-        if self._gradient is None or self._buffers is None:
-            self._gradient = push.gradient * push.samples
-            self._buffers = push.buffers * push.samples
-        else:
-            self._gradient.add_(push.gradient, alpha=push.samples)
-            self._buffers.add_(push.buffers, alpha=push.samples)
-        return self._update_if_complete(now)
+    def _take(self, sender: str, push: Push, now: float) -> list[Effect]:
+        hard = self.options.sync == "hard"
+        if not self._ledger.count(push.marks):  # it has come by another way
+            if hard and set(push.marks) & set(self.sum.marks):
+                self.waiting[sender] = push.have
+                return []
+            return [self._answer(sender, push.have, push=True)]
+        if hard and not self.present & {mark.learner for mark in push.marks} and push.marks[0].clock < self.clock:
+            # an aggregator passes on what a learner left behind; the round has gone on without it
+            return [self._answer(sender, push.have, push=True)]
+        for mark in push.marks:
+            if mark.clock > self.clock or (hard and mark.clock != self.clock):
+                raise InvariantBroken(f"{mark} was pushed at clock {self.clock} of {self.options.sync}sync")
+        self.sum.add(push, self._scale(push))
+        self._since_downcast += len(push.marks)
+        if self._since_downcast >= DOWNCAST_PATIENCE * len(self.present):
+            self.downcast_to.clear()
+        if hard:
+            self.waiting[sender] = push.have
+            return self._update_if_complete(now)
+        effects = self._update_if_complete(now)
+        return effects if self.pace.over else [*effects, self._answer(sender, push.have, push=True)]
+
+    def _scale(self, push: Push) -> float:
+        """Per-gradient modulation: a push is scaled by the mean of one over the staleness of what is in it."""
+        if self._rate_rule() != "gradient":
+            return 1.0
+        return statistics.fmean(1 / max(1, self.clock - mark.clock) for mark in push.marks)
+
+    def _complete(self) -> bool:
+        if not self.sum.marks:
+            return False
+        match self.options.sync:
+            case "hard":
+                return self.present <= self.sum.learners
+            case "soft":
+                return len(self.sum.marks) >= max(1, len(self.present) // self.options.n)
+        return True
 
     def _update_if_complete(self, now: float) -> list[Effect]:
-        if self.awaited or self._gradient is None or self._buffers is None:
+        if not self._complete():
             return []
-        samples, counted = self._samples, len(self.counted)
-        effects: list[Effect] = [Step(self._gradient.div_(samples))]
-        if len(self._buffers):
-            effects.append(Install(self._buffers.div_(samples), start=self.seat.parameter_count))
+        collected, self.sum = self.sum, _Sum()
+        staleness = tuple(self.clock - mark.clock for mark in collected.marks)
+        mean_staleness = statistics.fmean(staleness)
+        gradient, buffers = collected.means()
+        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness))]
+        if len(buffers):
+            effects.append(Install(buffers, start=self.seat.parameter_count))
         self.clock += 1
-        self.counted, self._samples, self._gradient, self._buffers = [], 0, None, None
-        effects.append(Record(staleness=(0,) * counted))
-        effects += self.pace.advance(1, samples, now)
-        return effects if self.pace.over else [*effects, *self._send_weights()]
+        clocks = [mark.clock for mark in collected.marks]
+        row: Row = {"clock": self.clock, "clocks": clocks, "staleness": mean_staleness}
+        effects.append(Record(row, staleness))
+        effects += self._pace(collected, now)
+        if self.pace.over:
+            return effects
+        effects += self._downcast()
+        effects += [self._answer(child, have, push=True) for child, have in sorted(self.waiting.items())]
+        self.waiting = {}
+        return effects
 
-    def _send_weights(self) -> list[Effect]:
-        self.awaited = set(self.present)
-        return [Send(learner, Weights(self.clock, snapshot())) for learner in sorted(self.present)]
+    def _pace(self, collected: _Sum, now: float) -> list[Effect]:
+        """In hardsync a step is an update; otherwise it is as many gradients as there are learners."""
+        if self.options.sync == "hard":
+            return self.pace.advance(1, collected.samples, now, self._state())
+        gradients = len(collected.marks) * self.options.push_every
+        return self.pace.advance_gradients(gradients, len(self.seat.workers), collected.samples, now, self._state())
+
+    def _rate_rule(self) -> str:
+        if self.options.rate != "auto":
+            return self.options.rate
+        return "sqrt" if self.options.sync == "hard" else "1/n"
+
+    def _rate(self, mean_staleness: float) -> float:
+        learners = max(1, len(self.present))
+        match self._rate_rule():
+            case "sqrt":
+                together = learners * self.seat.schedule.batch_size
+                return math.sqrt(together / (self.options.reference_batch or together))
+            case "1/n":
+                return 1 / (self.options.n if self.options.sync != "async" else learners)
+            case "average":
+                return 1 / max(1.0, mean_staleness)
+        return 1.0
+
+    def _answer(self, child: str, have: int | None, push: bool) -> Effect:
+        newer = have is not None and have < self.clock
+        return Send(child, Weights(self.clock, snapshot(), push) if newer else Current(push))
+
+    def _downcast(self) -> list[Effect]:
+        if not self.options.overlap or self.downcast_to or self.downcast_clock == self.clock or not self.present:
+            return []
+        self.downcast_clock, self.downcast_to, self._since_downcast = self.clock, set(self.present), 0
+        return [Broadcast("weights", ("hub", *sorted(self.present)), Weights(self.clock, snapshot()))]
+
+    def _state(self) -> dict[str, Any]:
+        return {"clock": self.clock}
 
     def check(self) -> None:
-        if not self.awaited <= self.present:
-            raise InvariantBroken(f"awaits the absent {sorted(self.awaited - self.present)}")
-        if self.awaited & set(self.counted):
-            raise InvariantBroken(f"awaits the counted {sorted(self.awaited & set(self.counted))}")
-        if len(set(self.counted)) != len(self.counted):
-            raise InvariantBroken(f"counted a learner twice: {self.counted}")
+        numbered = [(mark.learner, mark.number) for mark in self.sum.marks]
+        if len(set(numbered)) != len(numbered):
+            raise InvariantBroken(f"a gradient is counted twice: {self.sum.marks}")
+        if self.options.sync == "hard" and any(mark.clock != self.clock for mark in self.sum.marks):
+            raise InvariantBroken(f"a hardsync round of clock {self.clock} holds {self.sum.marks}")
 
 
-class ServerLearner:
-    """Pulls, computes, pushes."""
+def _descendants(name: str, below: dict[str, set[str]]) -> set[str]:
+    found = set(below.get(name, set()))
+    for child in tuple(found):
+        found |= _descendants(child, below)
+    return found
 
-    def __init__(self, seat: Seat) -> None:
-        self.seat = seat
-        self.clock = -1
-        self.computing = False
 
-    def handle(self, event: Event, now: float) -> list[Effect]:
-        match event:
-            case Received(message=Weights(clock=clock, values=values)):
-                if self.computing:
-                    raise InvariantBroken(f"weights of clock {clock} came while a gradient was being taken")
-                self.clock, self.computing = clock, True
-                return [Install(values), Compute()]
-            case GradientReady(gradient=gradient, samples=samples):
-                self.computing = False
-                buffers = snapshot(self.seat.parameter_count)
-                return [Send("hub", Push(self.clock, gradient, buffers, samples))]
-        return []
-
-    def check(self) -> None:
-        if self.computing and self.clock < 0:
-            raise InvariantBroken("computes before any weights came")
+def _refuse(sender: str, length: int, expected: int) -> Send:
+    reason = f"{sender} has a model of {length} values and the hub one of {expected}: all must train the same model"
+    return Send(sender, Refused(reason))

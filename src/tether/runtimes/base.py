@@ -7,7 +7,7 @@ from typing import IO, Any, Protocol
 
 from torch import Tensor
 
-from tether.machine import Checkpoint, Evaluate, Machine, Message, Node, Replica
+from tether.machine import Checkpoint, Evaluate, Machine, Message, Node, Replica, Row
 from tether.runtimes.interpreter import Recorder
 from tether.trace import Meter, Span
 
@@ -55,7 +55,7 @@ class Observer(Protocol):
         """The figures of a node so far."""
         ...
 
-    def record(self, node: str, values: dict[str, float | int | str], now: float) -> None:
+    def record(self, node: str, values: Row, now: float) -> None:
         """A row of metrics."""
         ...
 

@@ -8,6 +8,7 @@ import msgspec
 from torch import Tensor
 
 from tether.machine import Message
+from tether.machine import Row as RowOfMetrics
 from tether.trace import Meter, Span
 
 
@@ -34,7 +35,7 @@ class Report(Message, frozen=True):
 class Row(Message, frozen=True):
     """A row of metrics."""
 
-    values: dict[str, float | int | str]
+    values: RowOfMetrics
     now: float
 
 

@@ -86,10 +86,19 @@ class Faults:
             raise UsageError(f"{path} is no list of faults ({error}); expected something like {example}") from None
 
     @staticmethod
-    def draw(rng: np.random.Generator, workers: tuple[str, ...], hub: str | None, horizon_seconds: float) -> Faults:
-        """Random faults in the first part of a run: at least one worker is never killed, and the hub never dies."""
+    def draw(
+        rng: np.random.Generator,
+        workers: tuple[str, ...],
+        hub: str | None,
+        horizon_seconds: float,
+        helpers: tuple[str, ...] = (),
+    ) -> Faults:
+        """Random faults in the first part of a run: at least one worker is never killed, and the hub never dies.
+
+        Helpers, such as aggregators, are mortal too.
+        """
         faults = Faults()
-        mortal = list(rng.permutation(list(workers)))[1:]
+        mortal = list(rng.permutation([*rng.permutation(list(workers))[1:], *helpers]))
         for _ in range(int(rng.integers(0, 5))):
             at = float(rng.uniform(0, horizon_seconds))
             seconds = float(rng.exponential(horizon_seconds / 8))

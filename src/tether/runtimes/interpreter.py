@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 from torch import Tensor
 
+from tether.errors import UsageError
 from tether.machine import (
     Broadcast,
     Broadcasted,
@@ -24,6 +25,7 @@ from tether.machine import (
     Effect,
     Evaluate,
     Event,
+    Fail,
     Finish,
     GradientReady,
     Install,
@@ -35,6 +37,7 @@ from tether.machine import (
     Reduce,
     Reduced,
     Replica,
+    Row,
     Send,
     SetTimer,
     Snapshot,
@@ -68,7 +71,7 @@ class Host(Protocol):
         """Set, move or (None) cancel a timer; a `TimerFired` follows."""
         ...
 
-    def record(self, values: dict[str, float | int | str]) -> None:
+    def record(self, values: Row) -> None:
         """Take a row of metrics."""
         ...
 
@@ -201,6 +204,8 @@ class Interpreter:
                 self.host.evaluate(effect, self.replica.weights.clone())
             case Checkpoint():
                 self.host.checkpoint(effect, self.replica.weights.clone(), self.replica.state())
+            case Fail(reason=reason):
+                raise UsageError(reason)
             case Finish(reason=reason):
                 self.finished = True
                 self.host.finish(reason, self.replica.weights)

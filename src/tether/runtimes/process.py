@@ -38,6 +38,7 @@ from tether.machine import (
     Node,
     PeerLost,
     Received,
+    Row,
     Started,
     StopRequested,
     TimerFired,
@@ -114,7 +115,7 @@ class NodeProcess:
         if seconds is not None:
             heapq.heappush(self._timers, (self.now() + seconds, name, setting))
 
-    def record(self, values: dict[str, float | int | str]) -> None:
+    def record(self, values: Row) -> None:
         self._tell(control.Row(values, self.now()))
 
     def evaluate(self, effect: Evaluate, weights: Tensor) -> None:

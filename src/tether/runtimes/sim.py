@@ -37,6 +37,7 @@ from tether.machine import (
     PeerJoined,
     PeerLost,
     Received,
+    Row,
     Started,
     StopRequested,
     TimerFired,
@@ -263,7 +264,7 @@ class _Place:
         else:
             self.deliver(TimerFired(name))
 
-    def record(self, values: dict[str, float | int | str]) -> None:
+    def record(self, values: Row) -> None:
         self.simulation.observer.record(self.node.name, values, self.simulation.now)
 
     def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
@@ -462,7 +463,11 @@ def _describe(machine: Machine) -> str:
     shown = {
         name: sorted(value) if isinstance(value, set) else value
         for name, value in vars(machine).items()
-        if isinstance(value, int | float | str | set | list | tuple) and not name.startswith("_")
+        if not name.startswith("_")
+        and (
+            isinstance(value, int | float | str)
+            or (isinstance(value, set | list | tuple) and all(isinstance(item, str | int) for item in value))
+        )
     }
     return f"{type(machine).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 

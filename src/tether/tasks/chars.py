@@ -42,11 +42,14 @@ class Chars(Classification):
         data: str | Path | None = None,
         batch_size: int = 32,
         learning_rate: float = 2e-3,
+        momentum: float | None = None,
         network: Literal["transformer", "lstm"] = "transformer",
         context: int = 64,
         stride: int = 32,
     ) -> None:
-        super().__init__(batch_size=batch_size, learning_rate=learning_rate, network=network, data=data)
+        super().__init__(
+            batch_size=batch_size, learning_rate=learning_rate, momentum=momentum, network=network, data=data
+        )
         for name, value in (("context", context), ("stride", stride)):
             if value < 1:
                 raise UsageError(f"{name} of task chars is {value}; it must be at least 1")

@@ -47,10 +47,13 @@ class Cifar(Classification):
         data: str | Path | None = None,
         batch_size: int = 64,
         learning_rate: float = 1e-3,
+        momentum: float | None = None,
         network: Literal["cnn", "resnet"] = "cnn",
         flip: bool = False,
     ) -> None:
-        super().__init__(batch_size=batch_size, learning_rate=learning_rate, network=network, data=data)
+        super().__init__(
+            batch_size=batch_size, learning_rate=learning_rate, momentum=momentum, network=network, data=data
+        )
         self.flip = flip
         self._source = _find(self.data)
 

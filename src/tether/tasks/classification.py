@@ -17,7 +17,7 @@ from tether.task import Task
 
 
 class Classification(Task):
-    """Cross entropy as loss; error rate and mean loss on `test_data` as metrics; Adam.
+    """Cross entropy as loss; error rate and mean loss on `test_data` as metrics; Adam or SGD.
 
     A subclass lists its `networks` and gives `train_data` and `test_data`.
     """
@@ -25,7 +25,8 @@ class Classification(Task):
     #: what each constructor parameter is for, as `tether.tasks.options` lists it
     options: ClassVar[dict[str, str]] = {
         "batch_size": "samples in a worker's mini-batch",
-        "learning_rate": "step size of Adam",
+        "learning_rate": "step size of the optimizer",
+        "momentum": "SGD with this momentum instead of Adam",
         "network": "architecture of the model",
     }
     #: the architectures by name; each value builds a new model
@@ -33,13 +34,24 @@ class Classification(Task):
     #: samples that go through the model at once in `evaluate`: bounds its memory
     chunk: ClassVar[int] = 1000
 
-    def __init__(self, *, batch_size: int, learning_rate: float, network: str, data: str | Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        learning_rate: float,
+        network: str,
+        momentum: float | None = None,
+        data: str | Path | None = None,
+    ) -> None:
+        if momentum is not None and not 0 <= momentum < 1:
+            raise UsageError(f"momentum of task {self.name!r} is {momentum}; it must be at least 0 and less than 1")
         if not learning_rate > 0:
             raise UsageError(f"learning_rate of task {self.name!r} is {learning_rate}; it must be greater than 0")
         if network not in self.networks:
             raise unknown(f"{self.name} network", network, self.networks)
         self.batch_size = batch_size
         self.learning_rate = learning_rate
+        self.momentum = momentum
         self.network = network
         # absolute, because a worker may be started in another folder
         self.data = None if data is None else Path(data).expanduser().resolve()
@@ -48,7 +60,9 @@ class Classification(Task):
         return self.networks[self.network]()
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+        if self.momentum is None:
+            return torch.optim.Adam(model.parameters(), lr=self.learning_rate)
+        return torch.optim.SGD(model.parameters(), lr=self.learning_rate, momentum=self.momentum)
 
     def test_data(self) -> TensorDataset:
         """The held-out samples, in the form that `train_data` has."""

@@ -28,8 +28,8 @@ class Digits(Classification):
     epochs = 20
     networks: ClassVar = {"mlp": partial(mlp, 64, 256, 64, 10)}
 
-    def __init__(self, batch_size: int = 32, learning_rate: float = 2e-3) -> None:
-        super().__init__(batch_size=batch_size, learning_rate=learning_rate, network="mlp")
+    def __init__(self, batch_size: int = 32, learning_rate: float = 2e-3, momentum: float | None = None) -> None:
+        super().__init__(batch_size=batch_size, learning_rate=learning_rate, momentum=momentum, network="mlp")
 
     def train_data(self) -> TensorDataset:
         images, labels, held_out = _samples()

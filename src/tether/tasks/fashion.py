@@ -38,9 +38,12 @@ class Fashion(Classification):
         data: str | Path | None = None,
         batch_size: int = 64,
         learning_rate: float = 1e-3,
+        momentum: float | None = None,
         network: Literal["mlp", "cnn"] = "mlp",
     ) -> None:
-        super().__init__(batch_size=batch_size, learning_rate=learning_rate, network=network, data=data)
+        super().__init__(
+            batch_size=batch_size, learning_rate=learning_rate, momentum=momentum, network=network, data=data
+        )
         self._paths = {part: [_find(self.data, name) for name in names] for part, names in _FILES.items()}
 
     def train_data(self) -> TensorDataset:

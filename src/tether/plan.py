@@ -1,0 +1,222 @@
+"""What a run shall do: how far it goes, who takes part, and how each node is built."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from dataclasses import dataclass, field
+from typing import IO, Any, ClassVar
+
+from tether.errors import UsageError
+from tether.learner import Learner, SyntheticLearner
+from tether.machine import Machine, Message, Node, Replica, Schedule, Seat
+from tether.protocols import Options
+from tether.record import EventLog
+from tether.rundir import Restored, RunDirectory
+from tether.runtimes.base import Runtime
+from tether.runtimes.interpreter import Recorder
+from tether.task import Batches, Prefetched, SyntheticTask, Task, check_task
+
+#: a run that only has a target gives up after so many epochs
+EPOCHS_MAX = 100
+
+
+@dataclass(frozen=True)
+class Until:
+    """A condition on a metric that ends a run, such as error<0.05."""
+
+    metric: str
+    relation: str
+    value: float
+
+    _RELATIONS: ClassVar[dict[str, Any]] = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+
+    @staticmethod
+    def parse(text: str) -> Until:
+        match = re.fullmatch(r"\s*([\w.-]+)\s*(<=|>=|<|>)\s*([-+0-9.e]+)\s*", text)
+        try:
+            if match is None:
+                raise ValueError
+            return Until(match[1], match[2], float(match[3]))
+        except ValueError:
+            raise UsageError(f"the condition {text!r} is not understood; write it like error<0.05") from None
+
+    def holds(self, metrics: dict[str, float]) -> bool:
+        if self.metric not in metrics:
+            known = ", ".join(sorted(metrics)) or "none: its evaluate() returns no metrics"
+            raise UsageError(f"the condition names the metric {self.metric!r}; the task has {known}")
+        return bool(self._RELATIONS[self.relation](metrics[self.metric], self.value))
+
+    def __str__(self) -> str:
+        return f"{self.metric}{self.relation}{self.value:g}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything that decides what a run does; kept in the run directory so that it can be continued."""
+
+    epochs: float | None = None
+    steps: int | None = None
+    until: str | None = None
+    seed: int = 0
+    evaluate_every: float = 1.0
+    checkpoint_seconds: float = 30.0
+    record: bool = False
+    trace: bool = True
+    #: begin with so many epochs of this protocol, given by its name and options
+    warmup: dict[str, Any] | None = None
+    warmup_epochs: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "evaluate_every", "warmup_epochs"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UsageError(f"{name} must be more than 0, not {value}")
+        if self.epochs is not None and self.steps is not None:
+            raise UsageError("give either epochs or steps, not both")
+        if self.until is not None:
+            Until.parse(self.until)
+        if self.record and self.warmup is not None:
+            raise UsageError("a run with a warm-up cannot be recorded: record the two parts as runs of their own")
+        if self.seed < 0:
+            raise UsageError(f"seed cannot be negative: {self.seed}")
+
+    def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
+        batch_size = task.batch_size
+        steps_per_epoch = samples / (workers * batch_size)
+        usual = task.epochs if self.until is None else EPOCHS_MAX
+        epochs = self.epochs if self.epochs is not None else usual
+        first_step = 0
+        steps = self.steps if self.steps is not None else math.ceil(epochs * steps_per_epoch)
+        if restored is not None:
+            # with another number of workers, what is left of the samples is shared anew
+            done = restored.samples / (workers * batch_size) if self.steps is None else restored.step
+            first_step = math.floor(done)
+            if first_step >= steps:
+                raise UsageError(f"the run has made its {steps} steps: give more epochs or steps to go further")
+        return Schedule(
+            steps=max(1, steps),
+            evaluate_every=max(1, round(self.evaluate_every * steps_per_epoch)),
+            batch_size=batch_size,
+            checkpoint_seconds=self.checkpoint_seconds,
+            first_step=first_step,
+            first_samples=restored.samples if restored else 0,
+        )
+
+
+@dataclass
+class RunPlan:
+    """Who takes part and how each is built; travels to the processes of a run."""
+
+    task: Task
+    protocol: Options
+    nodes: tuple[Node, ...]
+    schedule: Schedule
+    seed: int
+    vector_bytes: int
+    record: bool
+    traced: bool
+    #: time stands still while data is fetched, so nothing is fetched ahead
+    virtual: bool
+    restored: Restored | None
+    directory: RunDirectory | None = None
+    _data: Any = field(default=None, repr=False)
+
+    @staticmethod
+    def make(task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None) -> RunPlan:
+        """Check the task as far as that is possible without training it."""
+        if not isinstance(task, Task):
+            hint = f"write {task.__name__}()" if isinstance(task, type) else "subclass tether.Task"
+            raise UsageError(f"the first argument must be a Task, not {task!r}: {hint}")
+        if protocol.workers_max is not None and on.workers > protocol.workers_max:
+            raise UsageError(
+                f"protocol {protocol.name!r} uses {protocol.workers_max} worker, not {on.workers}: "
+                "leave the number of workers out, or choose another protocol"
+            )
+        data = task.train_data()
+        samples = check_task(task, data, on.workers)
+        plan = RunPlan(
+            task=task,
+            protocol=protocol,
+            nodes=protocol.nodes(on.workers),
+            schedule=request.schedule(task, samples, on.workers, restored),
+            seed=request.seed,
+            vector_bytes=0,
+            record=request.record,
+            traced=request.trace,
+            virtual=on.virtual,
+            restored=restored,
+            _data=data,
+        )
+        joint = next(node for node in plan.nodes if node.name == plan.joint)
+        _, replica = plan.build(joint)
+        if protocol.steps_at_hub and isinstance(replica, Learner) and not replica.flat:
+            raise UsageError(
+                f"{type(replica.optimizer).__name__} cannot run on a flat vector, which protocol {protocol.name!r} "
+                "needs at its hub: use protocol 'averaging' or 'single', or an optimizer such as torch.optim.SGD"
+            )
+        plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
+        return plan
+
+    @property
+    def joint(self) -> str:
+        return self.protocol.joint
+
+    @property
+    def messages(self) -> tuple[type[Message], ...]:
+        return self.protocol.messages
+
+    @property
+    def steps(self) -> int:
+        return self.schedule.steps - self.schedule.first_step
+
+    @property
+    def workers(self) -> int:
+        return sum(node.computes for node in self.nodes)
+
+    def build(self, node: Node) -> tuple[Machine, Replica]:
+        replica: Replica
+        if isinstance(self.task, SyntheticTask):
+            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed)
+        else:
+            replica = Learner(self.task, self._batches(node), node=node.name, seed=self.seed)
+        restored = self.restored
+        if restored is not None:
+            if replica.weights.shape != restored.weights.shape:
+                raise UsageError(
+                    f"the checkpoint holds {restored.weights.numel()} values and the model {replica.weights.numel()}: "
+                    "the task's model has changed since"
+                )
+            replica.weights.copy_(restored.weights)
+            if node.name == self.joint:
+                replica.restore(restored.replica_state)
+        seat = Seat(
+            node,
+            self.nodes,
+            replica.weights,
+            replica.parameter_count,
+            self.schedule,
+            restored.state if restored and restored.protocol == self.protocol.name else None,
+        )
+        return self.protocol.machine(seat), replica
+
+    def _batches(self, node: Node) -> Any:
+        if not node.computes:
+            return iter(())
+        if self._data is None:
+            self._data = self.task.train_data()
+        first = self.schedule.first_samples
+        batches = Batches(self.task, self._data, seed=self.seed, index=node.index, count=self.workers, first=first)
+        return batches if batches.in_memory or self.virtual else Prefetched(batches)
+
+    def log(self, name: str) -> IO[bytes] | None:
+        return self.directory.below("logs", f"{name}.log").open("wb") if self.directory else None
+
+    def recorder(self, node: Node, replica: Replica) -> Recorder | None:
+        if not self.record or self.directory is None:
+            return None
+        return EventLog(self.directory.below("record", f"{node.name}.events"), replica)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_data": None}

@@ -1,0 +1,116 @@
+"""The picture of a study: error against time, as in figures 6 and 7 of the Rudra paper."""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps, style
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import LogLocator, NullFormatter
+
+from tether.plots import STYLE
+
+Row = dict[str, Any]
+
+
+def tradeoff_png(outcome: Row, curves: dict[str, list[Row]]) -> bytes:
+    """A panel for each protocol as in figures 6 and 7: solid lines of equal mu, dashed lines of equal lambda."""
+    rows = [row for row in outcome["rows"] if row["error"] is not None]
+    percent = outcome["metric"] == "error"
+    mus = sorted({row["mu"] for row in rows})
+    colours = {mu: colormaps["viridis"](0.8 * i / max(1, len(mus) - 1)) for i, mu in enumerate(mus)}
+    beside = min(3, len(curves))
+    with style.context(["default", STYLE]):
+        down = math.ceil(len(curves) / beside)
+        figure = Figure(figsize=(max(6.5, 4.6 * beside), 4.4 * down + 0.6), dpi=130, layout="constrained")
+        grid = figure.subplots(down, beside, sharex=True, sharey=True, squeeze=False)
+        for axes in grid.flat[len(curves) :]:
+            axes.set_axis_off()
+        ends: list[tuple[Any, Row, str, Any]] = []
+        for axes, (word, curve) in zip(grid.flat, curves.items(), strict=False):
+            curve = [row for row in curve if row["error"] is not None]
+            for name, symbol in (("lambda", "\u03bb"), ("mu", "\u03bc")):
+                other = "mu" if name == "lambda" else "lambda"
+                for value in sorted({row[name] for row in curve}):
+                    line = sorted((row for row in curve if row[name] == value), key=lambda row: row[other])
+                    look: Row = {"color": "#9aa5b1", "linestyle": "--", "linewidth": 1.0}
+                    if name == "mu":
+                        look = {"color": colours[value], "marker": "o", "markersize": 5}
+                    x = [row["seconds"] for row in line]
+                    axes.plot(x, [_scaled(row, percent) for row in line], **look)
+                    colour = colours[value] if name == "mu" else "#52606d"
+                    ends.append((axes, line[0 if name == "mu" else -1], f"{symbol}={value}", colour))
+            best = [row for row in outcome["front"] if row in curve]
+            x = [row["seconds"] for row in best]
+            axes.plot(x, [_scaled(row, percent) for row in best], "o", ms=10, mfc="none", mec="#d55e00", mew=1.3)
+            if "baseline_error" in outcome["ratios"]:
+                error = outcome["ratios"]["baseline_error"]
+                axes.axhline(100 * error if percent else error, color="#1f2933", linestyle=":", linewidth=1.0)
+            axes.set_title(word, loc="left", fontweight="bold")
+        first = grid[0, 0]
+        first.set_xscale("log")
+        first.margins(0.14, 0.12)
+        if rows and 0 < 10 * min(row["error"] for row in rows) < max(row["error"] for row in rows):
+            first.set_yscale("log")
+        for axis in (first.xaxis, first.yaxis):
+            if axis.get_scale() == "log":
+                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+                axis.set_major_formatter(lambda value, _: f"{value:g}")
+                axis.set_minor_formatter(NullFormatter())
+        for axes in grid[-1]:
+            axes.set_xlabel("seconds (virtual)")
+        for axes in grid[:, 0]:
+            axes.set_ylabel(f"{outcome['metric']} in %" if percent else outcome["metric"])
+        heading = f"{outcome['task']}: {outcome['metric']} against time"
+        figure.suptitle(heading, x=0.01, ha="left", fontsize=14, fontweight="bold")
+        key = "solid: equal \u03bc (mini-batch)   dashed: equal \u03bb (learners)   dotted: one learner, usual batch   "
+        figure.supxlabel(key + "ringed: nothing is both faster and better", fontsize=9)
+        _label_ends(figure, ends, percent)
+        data = io.BytesIO()
+        figure.savefig(data, format="png")
+    return data.getvalue()
+
+
+def _scaled(row: Row, percent: bool) -> float:
+    return float(100 * row["error"] if percent else row["error"])
+
+
+def _label_ends(figure: Any, ends: list[tuple[Any, Row, str, Any]], percent: bool) -> None:
+    """Name each line at its end, where around it the words cover least of points, lines and other words."""
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # nothing moves from here on
+    covered = {axes: [_pixels(line) for line in axes.lines] for axes, *_ in ends}
+    halo = [withStroke(linewidth=2.5, foreground="white")]
+    for axes, row, text, colour in ends:
+        at = (row["seconds"], _scaled(row, percent))
+        label = axes.annotate(
+            text, at, (0, 0), textcoords="offset points", color=colour, fontsize=8.5, path_effects=halo
+        )
+        taken = np.concatenate(covered[axes])
+        places: list[tuple[float, int, Row]] = []
+        for away, x, y in product((8, 13, 19, 26), (1, 0, -1), (0, 1, -1)):
+            place: Row = {"ha": ("center", "left", "right")[x], "va": ("center", "bottom", "top")[y]}
+            place["position"] = (away * x * 0.75 ** abs(y), away * y * 0.75 ** abs(x))
+            label.set(**place)
+            box = label.get_window_extent().padded(1)
+            outside = sum(not axes.bbox.contains(*corner) for corner in box.corners())
+            hit = ((taken > box.min) & (taken < box.max)).all(axis=1).sum()
+            places.append((1000 * outside + hit + away / 10, len(places), place))
+        label.set(**min(places)[2])
+        box = label.get_window_extent()
+        covered[axes].append(np.mgrid[box.x0 : box.x1 : 2, box.y0 : box.y1 : 2].reshape(2, -1).T)
+
+
+def _pixels(line: Any) -> Any:
+    """Where a line of a plot and its markers are, every few pixels."""
+    points = line.get_transform().transform(line.get_xydata())
+    radius = 6 if line.get_marker() == "o" else 0
+    around = [points + np.array(offset) for offset in product((-radius, 0, radius), repeat=2)]
+    steps = np.linspace(0, 1, 100)[:, None]
+    joined = () if line.get_linestyle() == "None" else pairwise(points)
+    return np.concatenate([*around, *(a + steps * (b - a) for a, b in joined)])
