@@ -223,6 +223,13 @@ def test_a_warm_start_begins_with_the_other_protocol_and_goes_on_from_its_model(
         train_quietly(Blobs(), soft, Sim(3), tmp_path / "recorded", record=True, **goal)
 
 
+def test_a_target_that_is_reached_in_the_warm_up_ends_the_run_only_after_it(tmp_path: Path) -> None:
+    goal = {"until": "error<0.5", "warmup": Server(sync="hard"), "warmup_epochs": 2, "evaluate_every": 0.1}
+    result = train_quietly(Blobs(), Server(sync="async"), Sim(3), tmp_path / "run", **goal)
+    assert result.figures["reason"] == "error<0.5 reached"
+    assert result.figures["samples"] > 2 * 1000
+
+
 def test_a_run_that_was_stopped_in_its_warm_up_is_resumed_there(tmp_path: Path) -> None:
     goal = {"epochs": 4, "warmup": Server(sync="hard"), "warmup_epochs": 2}
     cluster = Sim(3, faults=Faults().crash("hub", at=3.0))

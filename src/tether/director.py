@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from tether.errors import TaskError, TetherError
 from tether.learner import build_model
 from tether.machine import Checkpoint, Evaluate, Row
-from tether.plan import Request, RunPlan, Until
+from tether.plan import RunPlan, Until
 from tether.progress import Progress
 from tether.rundir import RunDirectory
 from tether.runtimes.base import Outcome
 from tether.task import describe_error
 from tether.trace import Meter
 from tether.vector import Vector
+
+#: how long a checkpoint that is being written is waited for when a run ends badly
+GRACE_SECONDS = 0.7
 
 
 class _Beside:
@@ -36,14 +39,19 @@ class _Beside:
     def do(self, work: Callable[[], None]) -> None:
         self._put(work)
 
-    def close(self, wait: bool = True) -> None:
-        """Do what is still wanted and end; raises what went wrong. Without `wait`, what is pending is given up."""
-        if wait:
-            self._pending.put(None)
-            self._thread.join()
-            self.check()
-        else:
+    def close(self) -> None:
+        """Do what is still wanted and end; raises what went wrong."""
+        self._pending.put(None)
+        self._thread.join()
+        self.check()
+
+    def abandon(self, seconds: float) -> None:
+        """End, and do what is still wanted only if that takes no longer."""
+        try:
+            self._pending.put(None, timeout=seconds)
+        except queue.Full:
             self._put(None)
+        self._thread.join(seconds)
 
     def check(self) -> None:
         if self._failure is not None:
@@ -70,12 +78,10 @@ class _Beside:
 class Director:
     """Takes in what happens in a run: writes metrics, has the joint model evaluated and saved, shows progress."""
 
-    def __init__(
-        self, plan: RunPlan, directory: RunDirectory, request: Request, progress: Progress, *, beside: bool
-    ) -> None:
+    def __init__(self, plan: RunPlan, directory: RunDirectory, progress: Progress, *, beside: bool) -> None:
         self._plan = plan
         self.directory = directory
-        self._until = Until.parse(request.until) if request.until else None
+        self._until = Until.parse(plan.until) if plan.until else None
         self._progress = progress
         self._lock = threading.Lock()
         self.time_before = directory.last_time()  # of the part of the run that is continued
@@ -99,8 +105,9 @@ class Director:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if kind is not None:
-            for thread in filter(None, (self._evaluator, self._writer)):
-                thread.close(wait=False)
+            self._writer.abandon(GRACE_SECONDS)
+            if self._evaluator is not None:
+                self._evaluator.abandon(0.0)
             self._progress.end(f"ended: {error}" if isinstance(error, TetherError) else f"ended: {kind.__name__}")
         with self._lock:
             self._file.close()

@@ -119,6 +119,8 @@ class RunPlan:
     traced: bool
     #: time stands still while data is fetched, so nothing is fetched ahead
     virtual: bool
+    #: the condition that ends the run early
+    until: str | None
     restored: Restored | None
     directory: RunDirectory | None = None
     _data: Any = field(default=None, repr=False)
@@ -146,6 +148,7 @@ class RunPlan:
             record=request.record,
             traced=request.trace,
             virtual=on.virtual,
+            until=request.until,
             restored=restored,
             _data=data,
         )

@@ -235,7 +235,7 @@ def _execute(
             if phase is not phases[0]:
                 plan = phase(directory.load_checkpoint())
             plan.directory = directory
-            director = Director(plan, directory, request, progress, beside=not on.virtual)
+            director = Director(plan, directory, progress, beside=not on.virtual)
             with director:
                 outcome = on.execute(plan, director)
                 director.finish(outcome)
