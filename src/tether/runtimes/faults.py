@@ -95,7 +95,7 @@ class Faults:
     ) -> Faults:
         """Random faults in the first part of a run: at least one worker is never killed, and the hub never dies.
 
-        Helpers, such as aggregators, are mortal too.
+        Helpers, such as aggregators, are mortal too. Everybody, the hub included, may stand still for a while.
         """
         faults = Faults()
         mortal = list(rng.permutation([*rng.permutation(list(workers))[1:], *helpers]))
@@ -106,7 +106,8 @@ class Faults:
             kinds = ["pause", "slow"] + (["cut"] if hub else []) + (["crash", "restart"] if mortal else [])
             match str(rng.choice(kinds)):
                 case "pause":
-                    faults = faults.pause(worker, at=at, seconds=seconds)
+                    anybody = str(rng.choice([*workers, *helpers, *filter(None, (hub,))]))
+                    faults = faults.pause(anybody, at=at, seconds=seconds)
                 case "slow":
                     faults = faults.slow(worker, float(rng.uniform(2, 20)), at=at, seconds=seconds)
                 case "cut":
