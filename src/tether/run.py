@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tether.director import Director, finite
-from tether.errors import RunError, TetherError, UsageError
+from tether.errors import RunError, UsageError
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
 from tether.protocols import Averaging, Options
@@ -243,11 +243,8 @@ def _execute(
     except KeyboardInterrupt:
         directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})
         raise
-    except TetherError as error:
-        directory.write_config({**config, "status": "failed", "error": f"{type(error).__name__}: {error}"})
-        raise
     except BaseException as error:
-        directory.write_config({**config, "status": "failed", "error": repr(error)})
+        directory.write_config({**config, "status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise
     if outcome.spans and plan.traced:
         write_chrome_trace(directory.trace, outcome.spans)
