@@ -24,10 +24,20 @@ ROUNDS = 4
 SIZE = 32
 
 
+#: makes a tensor of SIZE travel in so many parts
+PARTS = 4
+LARGE = (PARTS - 0.5) * collectives.PART_BYTES / (4 * SIZE)
+
+
 class Note(Message, frozen=True):
-    """What is broadcast: the round it opens."""
+    """What is broadcast: the round it opens, and a tensor to carry."""
 
     round: int
+    values: torch.Tensor
+
+
+def note(round: int) -> Note:
+    return Note(round, torch.arange(float(SIZE)))
 
 
 class Peer:
@@ -39,7 +49,7 @@ class Peer:
         self.lost: set[str] = set()
         self.heard: list[int] = []
         self.open: Broadcasted | None = None
-        self.part = Collectives(name, self.send)
+        self.part = Collectives(name, self.send, network.scale)
 
     def send(self, to: str, message: Message) -> None:
         if to not in self.lost:
@@ -55,8 +65,11 @@ class Peer:
 
     def contribute(self) -> None:
         assert self.open is not None and isinstance(self.open.message, Note)
-        values = torch.zeros(SIZE)
-        values[self.network.position(self.name)] = 1.0
+        if self.network.scale == 1.0:
+            values = torch.zeros(SIZE)
+            values[self.network.position(self.name)] = 1.0
+        else:
+            values = torch.full((SIZE,), 3.0)
         effect = Reduce(f"round {self.open.message.round}", self.open.members, values, self.network.weight(self.name))
         self.open = None
         self.take(self.part.reduce(effect))
@@ -64,7 +77,8 @@ class Peer:
     def take(self, events: list[Event]) -> None:
         for event in events:
             match event:
-                case Broadcasted(message=Note(round=round)):
+                case Broadcasted(message=Note(round=round, values=values)):
+                    assert torch.equal(values, note(round).values)
                     self.heard.append(round)
                     self.open = event
                 case Reduced():
@@ -74,8 +88,9 @@ class Peer:
 class Network:
     """Rounds as in model averaging: the root broadcasts, all contribute, the root closes and opens the next."""
 
-    def __init__(self, seed: int, workers: int, deaths: int, joins: int = 0) -> None:
+    def __init__(self, seed: int, workers: int, deaths: int, joins: int = 0, scale: float = 1.0) -> None:
         self.random = random.Random(seed)
+        self.scale = scale
         self.queues: dict[tuple[str, str], deque[Any]] = {}
         self.notices: list[tuple[str, str]] = []
         self.deaths, self.joins = deaths, joins
@@ -110,7 +125,7 @@ class Network:
         root = self.peers["root"]
         self.round += 1
         self.members = ("root", *(name for name in self.names if name != "root" and name not in root.lost))
-        root.part.broadcast(Broadcast("joint", self.members, Note(self.round)))
+        root.part.broadcast(Broadcast("joint", self.members, note(self.round)))
         if self.round < ROUNDS:
             root.take(root.part.reduce(Reduce(f"round {self.round}", self.members)))
 
@@ -119,14 +134,20 @@ class Network:
         survivors = {name for name in self.members[1:] if name not in self.dead}
         assert survivors <= set(event.contributors), f"lacks the survivors {survivors - set(event.contributors)}"
         assert set(event.contributors) <= set(self.members[1:]), "somebody contributed who was not asked"
+        if self.scale == 1.0:
+            self._check_sum(event)
+        elif event.total is not None:  # whoever is in a part, its mean is theirs
+            assert torch.allclose(event.total / event.weight, torch.tensor(3.0))
+        self.closed.append(event)
+        self.open_next()
+
+    def _check_sum(self, event: Reduced) -> None:
         expected = torch.zeros(SIZE)
         for name in event.contributors:
             expected[self.position(name)] = self.weight(name)
         total = torch.zeros(SIZE) if event.total is None else event.total
         assert torch.equal(total, expected), f"{total.tolist()} is not the sum over {event.contributors}"
         assert event.weight == expected.sum()
-        self.closed.append(event)
-        self.open_next()
 
     # ---- what can happen ----
 
@@ -181,7 +202,8 @@ def drawn(seed: int) -> Network:
     """The network that a seed stands for: from no worker's death to all of them."""
     rng = random.Random(f"network {seed}")
     workers = rng.randint(1, 12)
-    return Network(seed, workers, deaths=rng.randint(0, workers), joins=rng.randint(0, 3))
+    joins, scale = rng.randint(0, 3), rng.choice([1.0, LARGE])
+    return Network(seed, workers, deaths=rng.randint(0, workers), joins=joins, scale=scale)
 
 
 def check(network: Network) -> None:
@@ -240,11 +262,11 @@ def test_a_member_that_was_spared_a_broadcast_still_hears_what_was_closed() -> N
     sent: list[tuple[str, Any]] = []
     root, c = Collectives("root", lambda to, message: sent.append((to, message))), Collectives("c", lambda *_: None)
     c.reduce(Reduce("r", members, torch.ones(2), 1.0))
-    for covers in (("a", "c"), ("b",)):
+    for covers in ({"a": 0, "c": 0}, {"b": 0}):
         root.receive(Up("r", members, torch.ones(2), float(len(covers)), covers))
     assert root.reduce(Reduce("r", members))
     for number in (0, 1):  # both go to a, who dies before it passes any of them on
-        root.broadcast(Broadcast("joint", members, Note(number)))
+        root.broadcast(Broadcast("joint", members, note(number)))
     sent.clear()
     root.lost("a"), c.lost("a")
     assert [(to, message.number) for to, message in sent] == [("c", 1)]
@@ -263,9 +285,10 @@ def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_rou
     members = ("a", "b", "c", "d")
 
     def down(number: int) -> Down[Note]:
-        return Down("joint", number, members, (), Note(number))
+        return Down("joint", number, members, (), note(number))
 
-    assert member.receive(down(1)) == [Broadcasted("joint", members, Note(1))]
+    (event,) = member.receive(down(1))
+    assert isinstance(event, Broadcasted) and event.message.round == 1  # type: ignore[attr-defined]
     assert [to for to, _ in told] == ["d"]
     assert member.receive(down(0)) == [] and member.receive(down(1)) == []
     assert len(told) == 1
@@ -281,13 +304,13 @@ def test_a_sum_goes_up_once_to_each_parent() -> None:
     member.lost("b")
     (_, first), (to, again) = told
     assert to == "a" and again is first
-    assert first.values.tolist() == [3.0, 3.0] and first.weight == 3.0 and first.covers == ("d",)
+    assert first.values.tolist() == [3.0, 3.0] and first.weight == 3.0 and first.covers == {"d": 0}
 
 
 def test_streams_are_independent_of_each_other() -> None:
     member = Collectives("b", lambda to, message: None)
     for stream in ("one", "two"):
-        assert len(member.receive(Down(stream, 0, ("a", "b"), (), Note(0)))) == 1
+        assert len(member.receive(Down(stream, 0, ("a", "b"), (), note(0)))) == 1
 
 
 def test_nobody_left_gives_a_sum_of_weight_zero() -> None:
@@ -312,18 +335,19 @@ def never_resend_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = Collectives._advance
 
     def once(self: Collectives, tag: str) -> list[Event]:
-        return [] if self._reductions[tag].sent is not None else advance(self, tag)
+        sums = self._reductions[tag].sums
+        return [] if any(part.sent is not None for part in sums) else advance(self, tag)
 
     monkeypatch.setattr(Collectives, "_advance", once)
 
 
 def add_overlapping_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    def add(self: Any, values: torch.Tensor, weight: float, covers: tuple[str, ...]) -> None:
+    def add(self: Any, values: torch.Tensor, weight: float, covers: dict[str, int]) -> None:
         self.total = values if self.total is None else self.total + values
         self.weight += weight
-        self.covered |= set(covers)
+        self.covered |= covers
 
-    monkeypatch.setattr(collectives._Reduction, "add", add)
+    monkeypatch.setattr(collectives._Sum, "add", add)
 
 
 def wait_for_nobody_below(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +385,7 @@ def test_a_planted_bug_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_older_broadcast_of_another_stream_does_not_make_closed_reductions_forgotten() -> None:
     members = ("root", "b", "c", "d")
     b = Collectives("b", lambda *_: None)
-    b.receive(Down("two", 5, members, ("r",), Note(5)))
-    b.receive(Down("one", 2, members, (), Note(2)))
-    b.receive(Up("r", members, torch.ones(2), 1.0, ("d",)))
+    b.receive(Down("two", 5, members, ("r",), note(5)))
+    b.receive(Down("one", 2, members, (), note(2)))
+    b.receive(Up("r", members, torch.ones(2), 1.0, {"d": 0}))
     assert not b._reductions

@@ -2,7 +2,8 @@
 
 TetherError
 +-- UsageError          what was asked for cannot be: an unknown name, a bad value, a missing extra
-|   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar, NaN
+|   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar
+|       +-- Diverged    the loss is no finite number any more
 +-- RunError            a run that started properly ended badly: no worker left, the hub died
 |   +-- Stalled         nothing can happen any more although the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
@@ -25,6 +26,10 @@ class UsageError(TetherError):
 
 class TaskError(UsageError):
     """The user's task cannot be trained as it is."""
+
+
+class Diverged(TaskError):
+    """The loss became infinite or NaN: with these settings the task cannot be trained."""
 
 
 class RunError(TetherError):

@@ -9,13 +9,14 @@ from __future__ import annotations
 import copy
 import inspect
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tether.errors import TaskError, UsageError
+from tether.errors import Diverged, TaskError, UsageError
 from tether.task import SyntheticTask, Task, describe_error
 from tether.vector import Vector
 
@@ -53,6 +54,7 @@ class Learner:
         self.scheduler = task.scheduler(self.optimizer)
         self._batches = batches
         self._steps = 0
+        self.load_seconds = 0.0
 
     def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
         self._steps += 1
@@ -61,7 +63,9 @@ class Learner:
         else:
             self.vector.gradient.zero_()
         try:
+            began = time.perf_counter()
             batch = next(self._batches)
+            self.load_seconds += time.perf_counter() - began
             if self.weights.device.type != "cpu":
                 batch = _to(batch, self.weights.device)
             loss = self.task.loss(self.model, batch)
@@ -77,7 +81,8 @@ class Learner:
         loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise self._error(f"the loss became {value}", "lower the learning rate, clip gradients or check the data")
+            remedy = "lower the learning rate, clip gradients or check the data"
+            raise self._error(f"the loss became {value}", remedy, Diverged)
         return self.vector.gather_gradient(), value, self.task.batch_size
 
     def step(self, gradient: Tensor | None, rate: float) -> None:
@@ -117,8 +122,8 @@ class Learner:
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
-    def _error(self, what: str, remedy: str) -> TaskError:
-        return TaskError(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
+    def _error(self, what: str, remedy: str, kind: type[TaskError] = TaskError) -> TaskError:
+        return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
 
 
 class SyntheticLearner:
@@ -128,6 +133,7 @@ class SyntheticLearner:
         self.task = task
         self.weights = torch.ones(task.parameters)
         self.parameter_count = task.parameters
+        self.load_seconds = 0.0
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
         self._gradient = torch.empty(task.parameters)
 

@@ -8,8 +8,11 @@ What holds for every machine and every runtime:
 
 - Effects are performed in the order they are returned, all of them before the next event is handled.
 - A machine may read `Seat.weights`, the live vector of its node, while it handles an event; it changes the vector only
-  by effects (`Step`, `Install`). `snapshot()` inside a message stands for the weights as they are when that effect is
-  performed: `[Step(), Send(to, Push(values=snapshot()))]` sends the weights after the step.
+  by effects (`Step`, `Install`, `Add`, `Blend`). `snapshot()` inside a message stands for the weights as they are when
+  that effect is performed: `[Step(), Send(to, Push(values=snapshot()))]` sends the weights after the step.
+- What is marked `loose` may be done beside later events, by several threads at once and without a lock on the vector
+  (Hogwild): where two changes meet at one element, one of them may be lost there. It is done before the next
+  `Evaluate`, `Checkpoint` or `Finish`.
 - A tensor inside a `Send`, `Broadcast` or `Reduce` is read-only from then on. A gradient that was sent stays untouched
   until the next `Compute`; `Compute(fresh=True)` leaves it alone for good and uses another buffer.
 - At most one `Compute` is outstanding per node.
@@ -20,12 +23,14 @@ What holds for every machine and every runtime:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from torch import Tensor
 
+M = TypeVar("M")
 #: a row of metrics
 Row = dict[str, float | int | str | list[int]]
 
@@ -64,12 +69,16 @@ class Received(Event, frozen=True):
 
 
 class Reduced(Event, frozen=True):
-    """At the root: the weighted sum over the contributors of the reduction `tag`. Nobody left gives weight 0."""
+    """At the root: the weighted sum over the contributors of the reduction `tag`. Nobody left gives weight 0.
+
+    `steps` are those that each of the contributors told.
+    """
 
     tag: str
     total: Tensor | None
     weight: float
     contributors: tuple[str, ...]
+    steps: tuple[int, ...] = ()
 
 
 class Broadcasted(Event, frozen=True):
@@ -132,26 +141,51 @@ class Install(Effect, frozen=True):
     start: int = 0
 
 
+class Add(Effect, frozen=True):
+    """Add `rate` times the values to the vector from position `start`."""
+
+    values: Tensor
+    rate: float = 1.0
+    start: int = 0
+    loose: bool = False
+
+
+class Blend(Effect, frozen=True):
+    """Move the vector, from position `start`, the share `rate` of the way to the values."""
+
+    values: Tensor
+    rate: float
+    start: int = 0
+    loose: bool = False
+
+
 class Send(Effect, frozen=True):
-    """A message to one other node."""
+    """A message to one other node. One that carries a part of the vector says where that begins in a field `start`."""
 
     to: str
     message: Message
 
 
 class Reduce(Effect, frozen=True):
-    """Take part in the weighted sum `tag` over `members`. The root, `members[0]`, opens it and contributes nothing."""
+    """Take part in the weighted sum `tag` over `members`. The root, `members[0]`, opens it and contributes nothing.
+
+    The last word of a tag numbers the reduction; the words before it are the stream of the broadcasts that answer it,
+    such as "shard 2" in "shard 2 7". What compression loses of one sum is added to the next of the same stream.
+    """
 
     tag: str
     members: tuple[str, ...]
     values: Tensor | None = None
     weight: float = 0.0
+    #: how many steps are in the values, for the root to know
+    steps: int = 0
 
 
 class Broadcast(Effect, frozen=True):
     """At the root, `members[0]`: one message for all other members, relayed by them.
 
-    A later broadcast on the same stream supersedes an earlier one: a member may be spared the earlier.
+    A later broadcast on the same stream supersedes an earlier one: a member may be spared the earlier. Different parts
+    of the vector have streams of their own.
     """
 
     stream: str
@@ -216,11 +250,15 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     start: int
     stop: int | None
+    loose: bool = False
 
 
-def snapshot(start: int = 0, stop: int | None = None) -> Tensor:
-    """Stands for `weights[start:stop]` at the moment the effect that holds it is performed."""
-    return cast(Tensor, Snapshot(start, stop))
+def snapshot(start: int = 0, stop: int | None = None, *, loose: bool = False) -> Tensor:
+    """Stands for `weights[start:stop]` at the moment the effect that holds it is performed.
+
+    A message with a loose one may be overtaken by later ones.
+    """
+    return cast(Tensor, Snapshot(start, stop, loose))
 
 
 # ---- machines and where they sit ------------------------------------------------------------------------------------
@@ -294,6 +332,8 @@ class Replica(Protocol):
 
     weights: Tensor
     parameter_count: int
+    #: how long `compute` has waited for data so far
+    load_seconds: float
 
     def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
         """The gradient of the next mini-batch, its loss and its number of samples."""
@@ -316,7 +356,51 @@ class Replica(Protocol):
         ...
 
 
-def tensors_of(struct: msgspec.Struct) -> list[Tensor]:
-    """The tensors among a message's fields."""
-    values = (getattr(struct, name) for name in struct.__struct_fields__)
-    return [value for value in values if isinstance(value, Tensor)]
+def stream_of(tag: str) -> str:
+    """The stream of the broadcasts that answer a reduction."""
+    return tag.rpartition(" ")[0] or tag
+
+
+def change(replica: Replica, effect: Effect) -> bool:
+    """Perform an effect that changes the node's own vector; whether it was one."""
+    match effect:
+        case Step(gradient=gradient, rate=rate):
+            replica.step(gradient, rate)
+        case Install(values=values, start=start):
+            replica.weights[start : start + len(values)].copy_(values)
+        case Add(values=values, rate=rate, start=start):
+            replica.weights[start : start + len(values)].add_(values, alpha=rate)
+        case Blend(values=values, rate=rate, start=start):
+            replica.weights[start : start + len(values)].lerp_(values, rate)
+        case _:
+            return False
+    return True
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in a message: its fields, what tuples and lists among them hold, and those of messages inside it."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, Message):
+        value = [getattr(value, name) for name in value.__struct_fields__]
+    if not isinstance(value, tuple | list):
+        return []
+    return [tensor for item in value if not isinstance(item, str) for tensor in tensors_of(item)]
+
+
+def with_tensors(message: M, tensors: Iterable[Tensor]) -> M:
+    """The same message with other tensors, in the order of `tensors_of`."""
+    left = iter(tensors)
+
+    def renewed(value: Any) -> Any:
+        match value:
+            case Tensor():
+                return next(left)
+            case Message():
+                fields = {name: renewed(getattr(value, name)) for name in value.__struct_fields__}
+                return msgspec.structs.replace(value, **fields)
+            case tuple() | list():
+                return type(value)(renewed(item) for item in value)
+        return value
+
+    return cast(M, renewed(message))

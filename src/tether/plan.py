@@ -16,7 +16,7 @@ from tether.record import EventLog
 from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
-from tether.task import Batches, Prefetched, SyntheticTask, Task, check_task
+from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
 
 #: a run that only has a target gives up after so many epochs
 EPOCHS_MAX = 100
@@ -128,9 +128,7 @@ class RunPlan:
     @staticmethod
     def make(task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None) -> RunPlan:
         """Check the task as far as that is possible without training it."""
-        if not isinstance(task, Task):
-            hint = f"write {task.__name__}()" if isinstance(task, type) else "subclass tether.Task"
-            raise UsageError(f"the first argument must be a Task, not {task!r}: {hint}")
+        check_is_task(task)
         if protocol.workers_max is not None and on.workers > protocol.workers_max:
             raise UsageError(
                 f"protocol {protocol.name!r} uses {protocol.workers_max} worker, not {on.workers}: "
@@ -169,6 +167,14 @@ class RunPlan:
     @property
     def messages(self) -> tuple[type[Message], ...]:
         return self.protocol.messages
+
+    @property
+    def pool_threads(self) -> int:
+        return self.protocol.pool_threads
+
+    @property
+    def compress(self) -> str:
+        return self.protocol.compress
 
     @property
     def steps(self) -> int:

@@ -22,7 +22,6 @@ from tether.machine import (
     Effect,
     Event,
     GradientReady,
-    Install,
     Machine,
     Message,
     PeerJoined,
@@ -31,9 +30,9 @@ from tether.machine import (
     Reduced,
     Replica,
     Started,
-    Step,
     StopRequested,
     TimerFired,
+    change,
 )
 from tether.vector import raw_bytes
 from tether.wire import Codec
@@ -99,11 +98,7 @@ def replay(path: Path, messages: tuple[type[Message], ...], machine: Machine, re
         if effects_digest(effects) != digest:
             raise RunError(f"{place}, had other effects")
         for effect in effects:
-            match effect:
-                case Step(gradient=gradient, rate=rate):
-                    replica.step(gradient, rate)
-                case Install(values=values, start=start):
-                    replica.weights[start : start + len(values)].copy_(values)
+            change(replica, effect)
     return position
 
 

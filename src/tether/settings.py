@@ -61,8 +61,10 @@ def parameters(cls: type) -> dict[str, inspect.Parameter]:
 
 def type_of(cls: type, parameter: inspect.Parameter) -> Any:
     """The annotation; without one, or if it cannot be evaluated, the type of the default."""
+    # a dataclass may inherit fields from another module, where alone their annotations mean something
+    annotated = cls if dataclasses.is_dataclass(cls) else cls.__init__  # type: ignore[misc]
     try:
-        hints = typing.get_type_hints(cls.__init__)  # type: ignore[misc]
+        hints = typing.get_type_hints(annotated)
     except (NameError, TypeError):  # such as a name imported only for type checkers
         hints = {}
     if parameter.name in hints:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from tether.errors import TaskError
+from tether.errors import TaskError, UsageError
 
 
 class Task:
@@ -113,6 +113,13 @@ def describe_error(task: Task, error: Exception) -> str:
     sources = {method.__code__.co_filename for method in methods} - {__file__}
     own = [frame for frame in frames if frame.filename in sources] or frames
     return f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})"
+
+
+def check_is_task(task: object) -> None:
+    """Refuse what is no task, such as its class."""
+    if not isinstance(task, Task):
+        hint = f"write {task.__name__}()" if isinstance(task, type) else "subclass tether.Task"
+        raise UsageError(f"the first argument must be a Task, not {task!r}: {hint}")
 
 
 def check_task(task: Task, data: Any, workers: int) -> int:

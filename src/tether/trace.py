@@ -7,6 +7,7 @@ A `Meter` counts what section "What is measured" of the architecture lists; it t
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,6 +35,8 @@ class Meter(msgspec.Struct):
     loss: float = float("nan")
     #: taking gradients and stepping
     compute_seconds: float = 0.0
+    #: of these, waiting for the next mini-batch; in the simulator data costs nothing
+    load_seconds: float = 0.0
     #: time in which the node could have computed but waited for an exchange
     wait_seconds: float = 0.0
     bytes_sent: int = 0
@@ -41,6 +44,10 @@ class Meter(msgspec.Struct):
     messages_sent: int = 0
     messages_refused: int = 0
     staleness: dict[int, int] = {}
+    #: what compression spared, and of what it encoded, the squares of what it lost and of what it was
+    bytes_saved: int = 0
+    squared_error: float = 0.0
+    squared_values: float = 0.0
 
     def utilization(self, seconds: float) -> float:
         """Compute seconds over all seconds."""
@@ -52,6 +59,11 @@ class Meter(msgspec.Struct):
         busy = self.compute_seconds + self.wait_seconds
         return self.compute_seconds / busy if busy > 0 else 1.0
 
+    @property
+    def relative_error(self) -> float:
+        """How much compression lost of what it encoded, as a ratio of lengths."""
+        return relative_error([self])
+
     def took_gradient(self, loss: float, samples: int, seconds: float) -> None:
         self.steps += 1
         self.samples += samples
@@ -61,6 +73,13 @@ class Meter(msgspec.Struct):
     def applied(self, staleness: Iterable[int]) -> None:
         for value in staleness:
             self.staleness[value] = self.staleness.get(value, 0) + 1
+
+
+def relative_error(meters: Iterable[Meter]) -> float:
+    """How much compression lost of what these nodes encoded, as a ratio of lengths."""
+    squares = [(meter.squared_error, meter.squared_values) for meter in meters]
+    error, values = (sum(column) for column in zip(*squares, strict=True))
+    return math.sqrt(error / values) if values else 0.0
 
 
 class Tracer:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from tether.compress import Compression
 from tether.machine import Checkpoint, Effect, Evaluate, Finish, Machine, Message, Node, Schedule, Seat
 from tether.settings import check_types
 
 
-def option(default: Any, doc: str) -> Any:
-    """A documented field of an options class."""
-    return field(default=default, metadata={"doc": doc})
+def option(default: Any, doc: str, *, kw_only: bool = False) -> Any:
+    """A documented field of an options class; `kw_only` keeps it out of the positional arguments of subclasses."""
+    return field(default=default, metadata={"doc": doc}, kw_only=kw_only)
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,10 @@ class Options:
     steps_at_hub: ClassVar[bool] = False
     workers_max: ClassVar[int | None] = None
 
+    compress: Compression = option(  # noqa: RUF009 (a field)
+        "none", "what is sent: as it is, in half precision, or in 8 bits; losses are made up for later", kw_only=True
+    )
+
     def __post_init__(self) -> None:
         """Refuse values of a wrong type; a subclass adds what else must hold."""
         check_types(self, f"protocol {self.name}")
@@ -40,6 +45,11 @@ class Options:
     def variants(cls) -> tuple[Options, ...]:
         """The settings that the conformance kit and the swarm try."""
         return (cls(),)
+
+    @property
+    def pool_threads(self) -> int:
+        """How many threads a node of its own process may use for what is marked loose."""
+        return 1
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         """A hub and its workers, unless a protocol says otherwise."""
@@ -69,7 +79,7 @@ class Pace:
         """Every worker has made so many further steps; `state` is what a checkpoint shall keep of the protocol."""
         every = self.schedule.evaluate_every
         evaluations_before = self.step // every
-        self.step += steps
+        self.step += min(steps, self.steps_left)
         self.samples += samples
         if self.steps_left <= 0:
             return self.finish("all steps made", state)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tether.errors import InvariantBroken
+from tether.errors import InvariantBroken, UsageError
 from tether.machine import Compute, Effect, Event, GradientReady, Machine, Node, Seat, Started, Step, StopRequested
 from tether.protocols.base import Options, Pace
 
@@ -20,6 +20,11 @@ class Single(Options):
     summary = "one learner, no exchange: the baseline"
     joint = "worker-0"
     workers_max = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.compress != "none":
+            raise UsageError(f"single sends nothing, so compress={self.compress!r} would do nothing: leave it out")
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         return (Node("worker-0", "worker", computes=True),)

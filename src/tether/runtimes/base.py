@@ -31,8 +31,18 @@ class Plan(Protocol):
         ...
 
     @property
+    def compress(self) -> str:
+        """The code of what nodes send, or "none"."""
+        ...
+
+    @property
     def steps(self) -> int:
         """How many steps each worker makes."""
+        ...
+
+    @property
+    def pool_threads(self) -> int:
+        """How many threads a node of its own process may use for loose work."""
         ...
 
     def build(self, node: Node) -> tuple[Machine, Replica]:

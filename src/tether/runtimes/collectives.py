@@ -3,24 +3,34 @@
 The members of a collective form a tree by their position: `members[0]` is the root and member i has the children
 `fanout*i + 1 ... fanout*i + fanout`. Broadcasts go down; partial sums go up, each with the names it covers.
 
+Large tensors travel in parts, each on its own: while a node passes one part on it receives the next, so the depth of
+the tree costs the time of a part and not of the whole. A vector's buffers are a part of their own.
+
 When a member dies its children are taken over by the nearest living ancestor. Nothing is lost or counted twice:
 
-- a member keeps the partial sum it sent until the root has closed that reduction, and sends it again to its new parent;
+- a member keeps the partial sums it sent until the root has closed that reduction, and sends them again to its new
+  parent;
 - a partial sum is taken only if none of the names it covers is covered already;
 - a partial sum of a reduction that is known to be closed is ignored;
 - a member waits exactly for the living members below it;
 - the latest broadcast of each stream is kept and sent again to children that are taken over; a member that has it
   already ignores it.
 
+Of a member that dies while it contributes, some parts may count and others not: each part is brought to the same
+weight, so that their mean is that of whoever is in it, and only who is in all of them is named a contributor.
+
 This works because a dead name never comes back and nothing of it arrives once its death is known.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import msgspec
+import torch
 from torch import Tensor
 
 from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
@@ -28,27 +38,59 @@ from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduc
 FANOUT = 2
 #: closed reductions that are remembered, and told with every broadcast, so that nothing is kept of them
 CLOSED_KEPT = 16
+#: a tensor travels in parts of about this size, and in no more than so many
+PART_BYTES = 512 * 1024
+PARTS_MAX = 8
 M = TypeVar("M")
 
 
 class Up(Message, frozen=True):
-    """A partial sum on its way to the root."""
+    """A partial sum, or a part of it, on its way to the root."""
 
     tag: str
     members: tuple[str, ...]
     values: Tensor
     weight: float
-    covers: tuple[str, ...]
+    #: who is in it, each with the steps it told
+    covers: dict[str, int]
+    part: int = 0
+    parts: int = 1
 
 
 class Down(Message, Generic[M], frozen=True):
-    """A broadcast on its way from the root, with the reductions that the root has closed lately."""
+    """A broadcast, or a part of it, on its way from the root, with the reductions that the root has closed lately."""
 
     stream: str
     number: int
     members: tuple[str, ...]
     closed: tuple[str, ...]
     message: M
+    part: int = 0
+    parts: int = 1
+
+
+class _Sum:
+    """What a member knows of one part of a reduction."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+        self.weight = 0.0
+        self.covered: dict[str, int] = {}
+        self.sent: Up | None = None
+        self.parent: str | None = None
+        self._owned = False
+
+    def add(self, values: Tensor, weight: float, covers: dict[str, int]) -> None:
+        if self.covered.keys() & covers.keys():
+            return
+        if self.total is None:
+            self.total = values
+        elif self._owned:
+            self.total.add_(values)
+        else:
+            self.total, self._owned = self.total + values, True
+        self.weight += weight
+        self.covered |= covers
 
 
 class _Reduction:
@@ -57,91 +99,167 @@ class _Reduction:
     def __init__(self, members: tuple[str, ...]) -> None:
         self.members = members
         self.contributed = False
-        self.total: Tensor | None = None
-        self.weight = 0.0
-        self.covered: set[str] = set()
-        self.sent: Up | None = None
-        self.parent: str | None = None
+        #: none until somebody's contribution has told how many parts there are
+        self.sums: list[_Sum] = []
 
-    def add(self, values: Tensor, weight: float, covers: tuple[str, ...]) -> None:
-        if self.covered & set(covers):
-            return
-        self.total = values if self.total is None else self.total + values
-        self.weight += weight
-        self.covered |= set(covers)
+    def open(self, parts: int) -> list[_Sum]:
+        if not self.sums:
+            self.sums = [_Sum() for _ in range(parts)]
+        return self.sums
+
+    def result(self, tag: str) -> Reduced:
+        """At the root: the sum over the survivors."""
+        weight = max((part.weight for part in self.sums), default=0.0)
+        totals: list[Tensor] = []
+        for part in self.sums:
+            if part.total is None or (weight and not part.weight):
+                return Reduced(tag, None, 0.0, ())
+            totals.append(part.total if part.weight == weight else part.total * (weight / part.weight))
+        if not totals:
+            return Reduced(tag, None, 0.0, ())
+        first, *others = (part.covered for part in self.sums)
+        names = tuple(name for name in self.members if name in first and all(name in other for other in others))
+        total = totals[0] if len(totals) == 1 else torch.cat(totals)
+        return Reduced(tag, total, weight, names, tuple(first[name] for name in names))
+
+
+class _Incoming:
+    """The latest broadcast of a stream, as far as it has come."""
+
+    def __init__(self, down: Down[Any]) -> None:
+        self.number = down.number
+        self.parts: list[Down[Any] | None] = [None] * down.parts
+
+    def known(self) -> list[Down[Any]]:
+        return [part for part in self.parts if part is not None]
 
 
 class Collectives:
     """One node's part in all collectives. Every method returns the events that its machine must now be given."""
 
-    def __init__(self, node: str, send: Callable[[str, Message], Any]) -> None:
+    def __init__(
+        self,
+        node: str,
+        send: Callable[[str, Message], Any],
+        bytes_scale: float = 1.0,
+        parameter_count: int = 0,
+        length: int = 0,
+    ) -> None:
+        """`length` is that of the whole vector, whose buffers begin at `parameter_count`."""
         self.node = node
         self._send = send
+        self._bytes_scale = bytes_scale
+        self._parameter_count = parameter_count
+        self._length = length
         self._dead: set[str] = set()
         self._reductions: dict[str, _Reduction] = {}
-        self._broadcasts: dict[str, Down[Message]] = {}
+        self._broadcasts: dict[str, _Incoming] = {}
         self._closed: deque[str] = deque(maxlen=CLOSED_KEPT)
 
     def broadcast(self, effect: Broadcast) -> None:
         last = self._broadcasts.get(effect.stream)
-        down = Down(effect.stream, last.number + 1 if last else 0, effect.members, tuple(self._closed), effect.message)
-        self._broadcasts[effect.stream] = down
-        self._pass_down(down)
+        number, closed = last.number + 1 if last else 0, tuple(self._closed)
+        pieces = self._cut_message(effect.message)
+        downs = [
+            Down(effect.stream, number, effect.members, closed, piece, part, len(pieces))
+            for part, piece in enumerate(pieces)
+        ]
+        incoming = self._broadcasts[effect.stream] = _Incoming(downs[0])
+        for down in downs:
+            incoming.parts[down.part] = down
+            self._pass_down(down)
 
     def reduce(self, effect: Reduce) -> list[Event]:
         reduction = self._reductions.setdefault(effect.tag, _Reduction(effect.members))
         reduction.contributed = True
         if effect.values is not None:
             values = effect.values if effect.weight == 1.0 else effect.values * effect.weight
-            reduction.add(values, effect.weight, (self.node,))
+            pieces = self._cut(values)
+            for part, piece in zip(reduction.open(len(pieces)), pieces, strict=True):
+                part.add(piece, effect.weight, {self.node: effect.steps})
         return self._advance(effect.tag)
 
     def receive(self, message: Up | Down[Any]) -> list[Event]:
-        if isinstance(message, Up):
-            if message.tag in self._closed:
-                return []
-            reduction = self._reductions.setdefault(message.tag, _Reduction(message.members))
-            reduction.add(message.values, message.weight, message.covers)
-            return self._advance(message.tag)
-        known = self._broadcasts.get(message.stream)
-        if known is not None and known.number >= message.number:
+        return self._receive_up(message) if isinstance(message, Up) else self._receive_down(message)
+
+    def _receive_up(self, up: Up) -> list[Event]:
+        if up.tag in self._closed:
             return []
-        self._broadcasts[message.stream] = message
-        for tag in message.closed:
+        sums = self._reductions.setdefault(up.tag, _Reduction(up.members)).open(up.parts)
+        sums[up.part].add(up.values, up.weight, up.covers)
+        return self._advance(up.tag)
+
+    def _receive_down(self, down: Down[Any]) -> list[Event]:
+        incoming = self._broadcasts.get(down.stream)
+        if incoming is None or incoming.number < down.number:
+            incoming = self._broadcasts[down.stream] = _Incoming(down)
+        if incoming.number > down.number or incoming.parts[down.part] is not None:
+            return []
+        incoming.parts[down.part] = down
+        for tag in down.closed:
             self._reductions.pop(tag, None)
             if tag not in self._closed:
                 self._closed.append(tag)
-        self._pass_down(message)
-        return [Broadcasted(message.stream, message.members, message.message)]
+        self._pass_down(down)
+        pieces = incoming.known()
+        if len(pieces) < down.parts:
+            return []
+        return [Broadcasted(down.stream, down.members, _join_message([piece.message for piece in pieces]))]
+
+    def _cut(self, values: Tensor) -> list[Tensor]:
+        """The parts that a tensor travels in."""
+        if 0 < self._parameter_count < self._length == values.numel():
+            return [*self._cut(values[: self._parameter_count]), values[self._parameter_count :]]
+        size = values.numel() * values.element_size() * self._bytes_scale
+        return list(values.tensor_split(max(1, min(PARTS_MAX, math.ceil(size / PART_BYTES), values.numel()))))
+
+    def _cut_message(self, message: Message) -> list[Message]:
+        """The message in as many pieces as its largest tensor needs; every piece has its share of each tensor."""
+        named = {
+            name: value for name in message.__struct_fields__ if isinstance(value := getattr(message, name), Tensor)
+        }
+        if not named:
+            return [message]
+        largest = max(named, key=lambda name: named[name].numel())
+        cuts = {largest: self._cut(named[largest])}
+        parts = len(cuts[largest])
+        cuts |= {name: list(tensor.tensor_split(parts)) for name, tensor in named.items() if name != largest}
+        return [
+            msgspec.structs.replace(message, **{name: cut[part] for name, cut in cuts.items()}) for part in range(parts)
+        ]
 
     def lost(self, peer: str) -> list[Event]:
-        orphaned = [(down, self._children(down.members)) for down in self._broadcasts.values()]
+        latest = [incoming.known() for incoming in self._broadcasts.values()]
+        before = [self._children(downs[0].members) for downs in latest]
         self._dead.add(peer)
-        for down, before in orphaned:
-            for child in self._children(down.members):
-                if child not in before:
-                    self._send(child, down)
+        for downs, had in zip(latest, before, strict=True):
+            for child in self._children(downs[0].members):
+                if child not in had:
+                    for down in downs:
+                        self._send(child, down)
         return [event for tag in list(self._reductions) for event in self._advance(tag)]
 
     def _advance(self, tag: str) -> list[Event]:
-        """Close the reduction at the root, or send its sum up, once all that can come has come."""
+        """Close the reduction at the root, or send its sums up, once all that can come has come."""
         reduction = self._reductions[tag]
-        if reduction.sent is None:
-            below = self._below(reduction.members)
-            if not reduction.contributed or not below <= reduction.covered:
+        below = self._below(reduction.members)
+        if not reduction.contributed:
+            return []
+        if reduction.members[0] == self.node:
+            if not all(below <= part.covered.keys() for part in reduction.sums) or (below and not reduction.sums):
                 return []
-            if reduction.members[0] == self.node:
-                del self._reductions[tag]
-                self._closed.append(tag)
-                covered = tuple(name for name in reduction.members if name in reduction.covered)
-                return [Reduced(tag, reduction.total, reduction.weight, covered)]
-            assert reduction.total is not None
-            covers = tuple(sorted(reduction.covered))
-            reduction.sent = Up(tag, reduction.members, reduction.total, reduction.weight, covers)
+            del self._reductions[tag]
+            self._closed.append(tag)
+            return [reduction.result(tag)]
         parent = self._parent(reduction.members)
-        if parent != reduction.parent:
-            reduction.parent = parent
-            self._send(parent, reduction.sent)
+        for index, part in enumerate(reduction.sums):
+            if part.sent is None and below <= part.covered.keys():
+                assert part.total is not None
+                parts = len(reduction.sums)
+                part.sent = Up(tag, reduction.members, part.total, part.weight, part.covered, index, parts)
+            if part.sent is not None and part.parent != parent:
+                part.parent = parent
+                self._send(parent, part.sent)
         return []
 
     def _pass_down(self, down: Down[Any]) -> None:
@@ -181,3 +299,12 @@ class Collectives:
                 if members[child] not in self._dead:
                     found.add(members[child])
         return found
+
+
+def _join_message(pieces: list[Any]) -> Any:
+    """The inverse of `Collectives._cut_message`."""
+    if len(pieces) == 1:
+        return pieces[0]
+    names = [name for name in pieces[0].__struct_fields__ if isinstance(getattr(pieces[0], name), Tensor)]
+    joined = {name: torch.cat([getattr(piece, name) for piece in pieces]) for name in names}
+    return msgspec.structs.replace(pieces[0], **joined)

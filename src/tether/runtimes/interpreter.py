@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 from torch import Tensor
 
-from tether.errors import UsageError
+from tether.compress import Compressor, Packed, Stream, unpack
+from tether.errors import UsageError, WireError
 from tether.machine import (
+    Add,
+    Blend,
     Broadcast,
     Broadcasted,
     CancelTimer,
@@ -42,11 +46,16 @@ from tether.machine import (
     SetTimer,
     Snapshot,
     Step,
+    change,
+    stream_of,
     tensors_of,
 )
 from tether.runtimes.collectives import Collectives, Down, Up
 from tether.trace import Meter, Tracer
 from tether.wire import payload_bytes
+
+T = TypeVar("T")
+_Struct = TypeVar("_Struct", bound=msgspec.Struct)
 
 
 class Host(Protocol):
@@ -54,6 +63,8 @@ class Host(Protocol):
 
     #: what a byte of this run's vector stands for, where another model is priced
     bytes_scale: float
+    #: time stands still while something else is done, so that what takes real time costs nothing
+    virtual: bool
 
     def now(self) -> float:
         """Seconds since the run began."""
@@ -65,6 +76,14 @@ class Host(Protocol):
 
     def compute(self, fresh: bool) -> None:
         """Begin a gradient; a `GradientReady` follows."""
+        ...
+
+    def beside(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
+        """Do the work now or beside what follows, and hand its result on as if an event had brought it."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until all work that was put beside is done."""
         ...
 
     def set_timer(self, name: str, seconds: float | None) -> None:
@@ -88,8 +107,6 @@ class Host(Protocol):
         ...
 
 
-_Struct = TypeVar("_Struct", bound=msgspec.Struct)
-
 #: told of every event given to a machine, when, and the effects it returned
 Recorder = Callable[[Event, float, list[Effect]], None]
 
@@ -107,6 +124,7 @@ class Interpreter:
         tracer: Tracer | None = None,
         recorder: Recorder | None = None,
         checked: bool = False,
+        compress: str = "none",
     ) -> None:
         self.node = node
         self.machine = machine
@@ -115,13 +133,19 @@ class Interpreter:
         self.meter = Meter(node)
         self.tracer = tracer or Tracer(enabled=False)
         self.finished = False
-        self._collectives = Collectives(node, self._send)
+        self._collectives = Collectives(
+            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights)
+        )
         self._recorder = recorder
         self._checked = checked
+        self._compressor: Compressor | None = None
+        if compress != "none":
+            self._compressor = Compressor(compress, replica.parameter_count, len(replica.weights))
         self._lost: set[str] = set()
         self._computing = False
         self._idle_since: float | None = None
         self._reducing: dict[str, float] = {}
+        #: copies taken since the weights last changed: equal snapshots share one
         self._snapshots: dict[Snapshot, Tensor] = {}
 
     def feed(self, event: Event) -> None:
@@ -138,23 +162,33 @@ class Interpreter:
                     self.meter.messages_refused += 1
                     return
                 self.meter.bytes_received += round(message_bytes(message) * self.host.bytes_scale)
+                if isinstance(message, Packed):
+                    try:
+                        message = unpack(message)
+                    except WireError:
+                        self.meter.messages_refused += 1
+                        return
+                    event = Received(sender, message)
                 if isinstance(message, Up | Down):
                     queue.extend(self._collectives.receive(message))
                     return
             case PeerLost(peer=peer):
                 self._lost.add(peer)
+                if self._compressor is not None:
+                    self._compressor.forget(peer)
                 queue.extend(self._collectives.lost(peer))
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
+                if not self.host.virtual:
+                    self.meter.load_seconds = self.replica.load_seconds
                 self.tracer.span("compute", "gradient", now - seconds, now)
                 self._computing = False
             case Reduced(tag=tag):
                 self.tracer.span("collective", f"reduction of {tag}", self._reducing.pop(tag), now)
             case Broadcasted(stream=stream):
                 # a member's share in a reduction ends, as far as it can see, with the broadcast that answers it
-                for tag, start in self._reducing.items():
-                    self.tracer.span("collective", f"{tag} until {stream}", start, now)
-                self._reducing.clear()
+                for tag in [tag for tag in self._reducing if stream_of(tag) == stream]:
+                    self.tracer.span("collective", f"reduction of {tag}", self._reducing.pop(tag), now)
         effects = self.machine.handle(event, now)
         if self._recorder is not None:
             self._recorder(event, now, effects)
@@ -175,23 +209,28 @@ class Interpreter:
                     self._idle_since = None
                 self._computing = True
                 self.host.compute(fresh)
-            case Step(gradient=gradient, rate=rate):
+            case Step():
                 start = self.host.now()
-                self.replica.step(gradient, rate)
+                change(self.replica, effect)
                 stop = self.host.now()
                 self.meter.compute_seconds += stop - start
                 self.tracer.span("compute", "step", start, stop)
                 self._snapshots.clear()
-            case Install(values=values, start=start):
-                self.replica.weights[start : start + len(values)].copy_(values)
+            case Add(loose=True) | Blend(loose=True):
+                self.host.beside(partial(change, self.replica, effect), bool)
+            case Install() | Add() | Blend():
+                change(self.replica, effect)
                 self._snapshots.clear()
             case Send(to=to, message=message):
-                self._send(to, self._resolve(message))
+                if _is_loose(message):
+                    self.host.beside(partial(self._resolve, message, {}), partial(self._send, to))
+                else:
+                    self._send(to, self._resolve(message, self._snapshots))
             case Reduce(tag=tag):
                 self._reducing[tag] = now
-                return self._collectives.reduce(self._resolve(effect))
+                return self._collectives.reduce(self._resolve(effect, self._snapshots))
             case Broadcast(stream=stream, members=members, message=message):
-                self._collectives.broadcast(Broadcast(stream, members, self._resolve(message)))
+                self._collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))
             case SetTimer(name=name, seconds=seconds):
                 self.host.set_timer(name, seconds)
             case CancelTimer(name=name):
@@ -201,35 +240,59 @@ class Interpreter:
                 if values:
                     self.host.record(values)
             case Evaluate():
+                self.host.settle()
                 self.host.evaluate(effect, self.replica.weights.clone())
             case Checkpoint():
+                self.host.settle()
                 self.host.checkpoint(effect, self.replica.weights.clone(), self.replica.state())
             case Fail(reason=reason):
                 raise UsageError(reason)
             case Finish(reason=reason):
                 self.finished = True
+                self.host.settle()
                 self.host.finish(reason, self.replica.weights)
         return []
 
-    def _resolve(self, struct: _Struct) -> _Struct:
-        """The message with its snapshots taken; equal snapshots between two changes of the weights share one copy."""
+    def _resolve(self, struct: _Struct, known: dict[Snapshot, Tensor]) -> _Struct:
+        """The message with its snapshots taken, those that are `known` not again."""
         taken = {}
         for name in struct.__struct_fields__:
             value = getattr(struct, name)
             if isinstance(value, Snapshot):
-                if value not in self._snapshots:
-                    self._snapshots[value] = self.replica.weights[value.start : value.stop].clone()
-                taken[name] = self._snapshots[value]
+                if value not in known:
+                    known[value] = self.replica.weights[value.start : value.stop].clone()
+                taken[name] = known[value]
         return msgspec.structs.replace(struct, **taken) if taken else struct
 
     def _send(self, to: str, message: Message) -> None:
         if to in self._lost:
             return
+        if self._compressor is not None:
+            message = self._pack(self._compressor, to, message)
         self.meter.bytes_sent += round(message_bytes(message) * self.host.bytes_scale)
         self.meter.messages_sent += 1
         self.host.send(to, message)
 
+    def _pack(self, compressor: Compressor, to: str, message: Message) -> Message:
+        match message:
+            case Up(tag=tag, part=part):
+                stream = Stream("", f"reductions of {stream_of(tag)} {part}")
+            case Down(stream=name, part=part):
+                stream = Stream("", f"broadcasts of {name} {part}")
+            case _:
+                stream = Stream(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
+        packed = compressor.pack(stream, message)
+        self.meter.bytes_saved = round((compressor.raw_bytes - compressor.packed_bytes) * self.host.bytes_scale)
+        self.meter.squared_error = compressor.squared_error
+        self.meter.squared_values = compressor.squared_values
+        return packed
+
+
+def _is_loose(message: Message) -> bool:
+    values = (getattr(message, name) for name in message.__struct_fields__)
+    return any(isinstance(value, Snapshot) and value.loose for value in values)
+
 
 def message_bytes(message: Message) -> int:
-    """The weight of the tensors in a message, those of a broadcast included."""
-    return payload_bytes(tensors_of(message.message if isinstance(message, Down) else message))
+    """The weight of the tensors in a message."""
+    return payload_bytes(tensors_of(message))

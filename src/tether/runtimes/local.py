@@ -99,12 +99,13 @@ class Driver:
             if not self._stopping and (reason := self._observer.stop_requested()):
                 self._stopping = True
                 self._outbox.send(self._plan.joint, control.Stop(reason))
-        for name in self._living:
+        ending = frozenset(self._living)  # who ends from now on has not died of anything
+        for name in ending:
             self._outbox.send(name, control.End())
         deadline = time.monotonic() + 4 * GRACE_SECONDS
-        while not self._living <= self._said_bye and time.monotonic() < deadline:
+        while not ending <= self._said_bye and time.monotonic() < deadline:
             self._turn(0.1)
-        self._outcome.lost = frozenset(self._nodes) - self._living
+        self._outcome.lost = frozenset(self._nodes) - ending
         self._outcome.meters = self._meters
         self._outcome.spans = self._spans
         return self._outcome

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ import torch
 import zmq
 from torch import Tensor
 
+from tether.compress import Packed
 from tether.errors import WireError
 from tether.machine import (
     Checkpoint,
@@ -46,8 +48,9 @@ from tether.machine import (
 from tether.runtimes import control
 from tether.runtimes.base import Plan
 from tether.runtimes.collectives import Down, Up
-from tether.runtimes.interpreter import Interpreter
+from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.link import Inbox, Outbox
+from tether.runtimes.pool import Pool
 from tether.trace import Tracer
 from tether.wire import pack_tree
 
@@ -73,35 +76,42 @@ class NodeProcess:
     """The host of one node: its threads, its links and its clock."""
 
     bytes_scale = 1.0
+    virtual = False
 
     def __init__(self, birth: Birth, context: zmq.Context[Any]) -> None:
         self.name = birth.node.name
-        types = birth.plan.messages
-        self._inbox = Inbox(context, birth.directory, self.name, [*control.FROM_DRIVER, *types, Up, down_type(types)])
+        types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
+        self._inbox = Inbox(context, birth.directory, self.name, [*control.FROM_DRIVER, *types])
         self._outbox = Outbox(context, birth.directory, self.name)
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
         self._compute: bool | None = None
         self._over = False
         self._failure: BaseException | None = None
-        self._began = 0.0
+        self._began: float | None = None
+        #: what came from others before the driver said to begin
+        self._early: list[Received] = []
         self._reported_at = 0.0
         self._timers: list[tuple[float, str, int]] = []
         self._settings: dict[str, int] = {}
         machine, replica = birth.plan.build(birth.node)
+        recorder = birth.plan.recorder(birth.node, replica)
+        # a record tells of the weights at every event, so nothing may change them in between
+        self._pool = Pool(birth.plan.pool_threads, self._lock, self._fail) if recorder is None else None
         self._interpreter = Interpreter(
             self.name,
             machine,
             replica,
             self,
             tracer=Tracer(birth.plan.traced),
-            recorder=birth.plan.recorder(birth.node, replica),
+            recorder=recorder,
+            compress=birth.plan.compress,
         )
 
     # ---- what the interpreter asks for, always under the lock ----
 
     def now(self) -> float:
-        return time.monotonic() - self._began
+        return 0.0 if self._began is None else time.monotonic() - self._began
 
     def send(self, to: str, message: Message) -> None:
         self._outbox.send(to, message)
@@ -109,6 +119,16 @@ class NodeProcess:
     def compute(self, fresh: bool) -> None:
         self._compute = fresh
         self._wanted.notify()
+
+    def beside(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
+        if self._pool is None:
+            then(work())
+        else:
+            self._pool.submit(work, then)
+
+    def settle(self) -> None:
+        if self._pool is not None:
+            self._pool.settle()
 
     def set_timer(self, name: str, seconds: float | None) -> None:
         setting = self._settings[name] = self._settings.get(name, 0) + 1
@@ -180,9 +200,7 @@ class NodeProcess:
                     self._take_message()
                 self._fire_timers()
         except Exception as error:
-            with self._lock:
-                self._failure = error
-                self._end()
+            self._fail(error)
 
     def _take_message(self) -> None:
         try:
@@ -197,7 +215,10 @@ class NodeProcess:
             match message:
                 case control.Begin(members=members):
                     self._began = time.monotonic()
-                    event = Started(members)
+                    self._interpreter.feed(Started(members))
+                    for event in self._early:
+                        self._interpreter.feed(event)
+                    return
                 case control.Lost(peer=peer):
                     self._outbox.forget(peer)
                     event = PeerLost(peer)
@@ -208,7 +229,15 @@ class NodeProcess:
                     return
                 case _:
                     event = Received(sender, message)
+                    if self._began is None:
+                        self._early.append(event)
+                        return
             self._interpreter.feed(event)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            self._failure = error
+            self._end()
 
     def _end(self) -> None:
         self._over = True
@@ -226,9 +255,12 @@ class NodeProcess:
                     self._interpreter.feed(TimerFired(name))
 
 
-def down_type(types: tuple[type[Message], ...]) -> Any:
-    """The broadcasts that can occur in a protocol with these messages."""
-    return Down[Union[types]] if types else Down[None]  # type: ignore[valid-type]  # noqa: UP007
+def message_types(types: tuple[type[Message], ...], compressed: bool) -> list[Any]:
+    """What nodes can send each other in a protocol with these messages."""
+    down = Down[Union[types]] if types else Down[None]  # type: ignore[valid-type]  # noqa: UP007
+    plain = (*types, Up, down)
+    packed: Any = Packed[Union[plain]]  # type: ignore[valid-type]  # noqa: UP007
+    return [*plain, packed] if compressed else [*plain]
 
 
 def read_birth(stream: BinaryIO) -> Birth:

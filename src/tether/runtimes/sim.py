@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tether import units
+from tether.compress import Packed
 from tether.errors import InvariantBroken, RunError, Stalled, UsageError
 from tether.machine import (
     Checkpoint,
@@ -46,7 +47,7 @@ from tether.machine import (
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.faults import Fault, Faults
-from tether.runtimes.interpreter import Interpreter, message_bytes
+from tether.runtimes.interpreter import Interpreter, T, message_bytes
 from tether.trace import Tracer
 from tether.vector import raw_bytes
 
@@ -196,6 +197,8 @@ class _Cut:
 class _Place:
     """A node in the simulation; also its interpreter's host."""
 
+    virtual = True
+
     def __init__(self, simulation: Simulation, node: Node) -> None:
         self.simulation = simulation
         self.node = node
@@ -218,6 +221,7 @@ class _Place:
             tracer=Tracer(simulation.plan.traced),
             recorder=simulation.plan.recorder(node, replica),
             checked=simulation.settings.checked,
+            compress=simulation.plan.compress,
         )
 
     def now(self) -> float:
@@ -250,6 +254,12 @@ class _Place:
         self.paused_until = until
         if self.computing_since is not None:
             self.gradient_at += longer
+
+    def beside(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
+        then(work())
+
+    def settle(self) -> None:
+        """Nothing is ever put off."""
 
     def set_timer(self, name: str, seconds: float | None) -> None:
         setting = self.timers[name] = self.timers.get(name, 0) + 1
@@ -479,12 +489,14 @@ def _title(message: Message) -> str:
             return f"reduction of {tag}"
         case Down(stream=stream):
             return f"broadcast of {stream}"
+        case Packed(message=packed):
+            return _title(packed)
     return type(message).__name__
 
 
 def _checksum(message: Message) -> int:
     checksum = 0
-    for tensor in tensors_of(message.message if isinstance(message, Down) else message):
+    for tensor in tensors_of(message):
         checksum = zlib.crc32(raw_bytes(tensor), checksum)
     return checksum
 
