@@ -140,7 +140,7 @@ def test_the_joint_model_is_evaluated_whenever_a_multiple_is_passed() -> None:
     seen = [[e.step for e in of_kind(pace.advance(3, 30, now=0.0), Evaluate)] for _ in range(6)]
     assert seen == [[], [6], [9], [12], [], [18]]
     effects = pace.advance(3, 30, now=0.0)
-    assert gives(effects, Evaluate(21, 210, final=True), Checkpoint(21, 210, {}, final=True), Finish("all steps made"))
+    assert gives(effects, Evaluate(20, 210, final=True), Checkpoint(20, 210, {}, final=True), Finish("all steps made"))
     assert pace.over
 
 
@@ -195,7 +195,7 @@ def test_a_single_learner_is_evaluated_before_it_computes_on() -> None:
 
 
 def joint(tau: int, round: int = 0, values: tuple[float, ...] = (0.0, 0.0)) -> Broadcasted:
-    return Broadcasted("joint", ("hub", "worker-0", "worker-1"), Joint(round, tau, torch.tensor(values)))
+    return Broadcasted("round", ("hub", "worker-0", "worker-1"), Joint(round, tau, torch.tensor(values)))
 
 
 def reduced(round: int, total: Iterable[float] | None = (2.0, 4.0), workers: int = 2) -> Reduced:
@@ -212,7 +212,7 @@ def tau_of(effects: list[Effect]) -> int:
 def test_sparknet_a_round_begins_with_a_broadcast_and_an_open_reduction() -> None:
     hub = machine(Averaging(tau=3))
     members = ("hub", "worker-0", "worker-1")
-    opened = Broadcast("joint", members, Joint(0, 3, snapshot())), Reduce("round 0", members)
+    opened = Broadcast("round", members, Joint(0, 3, snapshot())), Reduce("round 0", members)
     assert gives(play(hub, started()), *opened)
 
 
@@ -232,7 +232,7 @@ def test_sparknet_the_mean_is_installed_and_the_next_round_opened() -> None:
         play(hub, started(), reduced(0, (2.0, 4.0))),
         Install(torch.tensor([1.0, 2.0])),
         Record({"round": 0, "tau": 3, "workers": 2}),
-        Broadcast("joint", members, Joint(1, 3, snapshot())),
+        Broadcast("round", members, Joint(1, 3, snapshot())),
         Reduce("round 1", members),
     )
     assert (hub.pace.step, hub.pace.samples) == (3, 60)
@@ -371,3 +371,62 @@ def test_messages_are_frozen(options: Options) -> None:
 
 def test_a_snapshot_is_no_tensor_until_it_is_sent() -> None:
     assert not isinstance(snapshot(), Tensor)
+
+
+# ---- averaging with an outer optimizer (DiLoCo) ---------------------------------------------------------------------
+
+
+def outer_rounds(options: Averaging, means: list[list[float]], restored: dict[str, Any] | None = None) -> list[Tensor]:
+    """The joint models that a hub goes through when its two workers come to these means."""
+    hub = machine(options, vector=(1.0, -2.0, 0.5), buffers=1, restored=restored)
+    play(hub, started())
+    models = []
+    for round, mean in enumerate(means):
+        (install,) = of_kind(play(hub, reduced(round, [2 * value for value in mean])), Install)
+        hub.seat.weights.copy_(install.values)
+        models.append(hub.seat.weights.clone())
+    return models
+
+
+@pytest.mark.parametrize(("outer", "nesterov"), [("nesterov", True), ("momentum", False)])
+def test_the_outer_optimizer_is_torchs_sgd_on_the_averaged_difference(outer: Any, nesterov: bool) -> None:
+    means = [[0.5, -1.0, 0.1], [0.7, -1.5, 0.2], [0.2, 0.3, 0.3]]
+    models = outer_rounds(Averaging(tau=1, outer=outer, outer_rate=0.6, outer_momentum=0.8), means)
+    parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = torch.optim.SGD([parameter], lr=0.6, momentum=0.8, nesterov=nesterov)
+    for mean, model in zip(means, models, strict=True):
+        parameter.grad = parameter.detach() - torch.tensor(mean[:2])
+        optimizer.step()
+        assert torch.allclose(model[:2], parameter.detach(), atol=1e-6)
+        assert float(model[2]) == pytest.approx(mean[2]), "buffers are averaged and not stepped"
+
+
+def test_an_outer_step_of_the_whole_difference_is_the_average() -> None:
+    means = [[0.5, -1.0, 0.1], [0.7, -1.5, 0.2]]
+    stepped = outer_rounds(Averaging(tau=1, outer="nesterov", outer_rate=1.0, outer_momentum=0.0), means)
+    for one, other in zip(stepped, outer_rounds(Averaging(tau=1), means), strict=True):
+        assert torch.allclose(one, other, atol=1e-6)
+
+
+def test_a_continued_hub_keeps_the_momentum_of_its_outer_optimizer() -> None:
+    options = Averaging(tau=1, outer="nesterov")
+    hub = machine(options, vector=(1.0, -2.0, 0.5), buffers=1)
+    play(hub, started(), reduced(0, [1.0, 2.0, 3.0]))
+    (checkpoint,) = of_kind(play(hub, StopRequested("enough")), Checkpoint)
+    assert torch.equal(checkpoint.state["velocity"], torch.tensor([0.5, -3.0]))
+    fresh, further = (outer_rounds(options, [[0.0, 0.0, 0.0]], state)[0] for state in (None, checkpoint.state))
+    assert not torch.allclose(fresh, further)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"outer": "adam"}, "outer"),
+        ({"outer": "nesterov", "outer_rate": 0.0}, "outer_rate must be more than 0"),
+        ({"outer": "nesterov", "outer_momentum": 1.0}, "outer_momentum must be at least 0 and below 1"),
+        ({"outer_rate": 0.5}, "give outer='nesterov' too"),
+    ],
+)
+def test_a_bad_outer_optimizer_is_refused(settings: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Averaging(**settings)

@@ -1,7 +1,10 @@
-"""Synchronous model averaging (SparkNet; MPCA SGD, section 3.1).
+"""Synchronous model averaging (SparkNet; MPCA SGD, section 3.1), and with an outer optimizer (DiLoCo).
 
 A round: the hub broadcasts the joint model; every worker installs it and makes tau steps of its own; the workers'
 vectors are reduced to their mean, which becomes the joint model. Workers stand still while parameters travel.
+
+An outer optimizer takes the joint model less the mean as a gradient and steps with it: by heavy-ball momentum or, as in
+DiLoCo, Nesterov's. With rate 1 and no momentum that is the mean itself. BatchNorm's buffers are always the mean.
 
 tau "auto" follows the 1:5 rule: computing takes five times as long as communicating. Rounds begin with tau 1. A worker
 reports how long it waited between its last step and the next joint model, and how long its steps took. The shortest
@@ -17,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -72,6 +75,12 @@ class Averaging(Options):
 
     tau: int | Literal["auto"] = option("auto", "steps between two averages; 'auto': five times the communication time")
 
+    outer: Literal["none", "momentum", "nesterov"] = option(
+        "none", "optimizer that takes the averaged difference as its gradient; none: the average is taken as it is"
+    )
+    outer_rate: float = option(0.7, "learning rate of the outer optimizer")
+    outer_momentum: float = option(0.9, "momentum of the outer optimizer")
+
     name = "averaging"
     summary = "workers train alone for tau steps, then all continue from the average (SparkNet)"
     messages = (Joint, Effort)
@@ -80,15 +89,51 @@ class Averaging(Options):
         super().__post_init__()
         if self.tau != "auto" and self.tau < 1:
             raise UsageError(f"tau must be at least 1 or 'auto', not {self.tau}")
+        if self.outer_rate <= 0:
+            raise UsageError(f"outer_rate must be more than 0, not {self.outer_rate}")
+        if not 0 <= self.outer_momentum < 1:
+            raise UsageError(f"outer_momentum must be at least 0 and below 1, not {self.outer_momentum}")
+        if self.outer == "none" and (self.outer_rate, self.outer_momentum) != (0.7, 0.9):
+            raise UsageError("outer_rate and outer_momentum are for an outer optimizer: give outer='nesterov' too")
 
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
-        return cls(tau=1), cls(tau=4), cls()
+        return cls(tau=1), cls(tau=4), cls(), cls(tau=4, outer="nesterov"), cls(tau=2, outer="momentum", outer_rate=1.0)
 
     def machine(self, seat: Seat) -> Machine:
         if seat.node.role == "hub":
             return AveragingHub(seat, self)
         return AveragingWorker(measures=self.tau == "auto")
+
+
+class _Outer:
+    """The outer optimizer, over the parameters alone."""
+
+    def __init__(self, options: Averaging, seat: Seat) -> None:
+        self._options = options
+        self._weights = seat.weights
+        self._parameters = seat.parameter_count
+        self._velocity: Tensor | None = (seat.restored or {}).get("velocity")
+
+    def step(self, mean: Tensor) -> Tensor:
+        """The joint model after a round whose workers have this mean, which may be overwritten."""
+        options = self._options
+        if options.outer == "none":
+            return mean
+        joint = self._weights[: self._parameters]
+        gradient = joint - mean[: self._parameters]
+        if self._velocity is None:
+            self._velocity = gradient.clone()
+        else:
+            self._velocity = self._velocity * options.outer_momentum + gradient
+        move = self._velocity
+        if options.outer == "nesterov":
+            move = gradient.add_(self._velocity, alpha=options.outer_momentum)
+        mean[: self._parameters] = joint - options.outer_rate * move
+        return mean
+
+    def state(self) -> dict[str, Any]:
+        return {} if self._velocity is None else {"velocity": self._velocity}
 
 
 class AveragingHub:
@@ -101,6 +146,7 @@ class AveragingHub:
         self.round = -1
         self.in_round = False
         self._auto = options.tau == "auto"
+        self._outer = _Outer(options, seat)
         #: what a round shall have, and what the one in flight has: the last one may be shorter
         self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
         self.round_tau = 0
@@ -126,7 +172,7 @@ class AveragingHub:
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
             case StopRequested(reason=reason):
-                return self.pace.finish(reason, {"tau": self.tau})
+                return self.pace.finish(reason, self._state())
         return []
 
     def _open_round(self) -> list[Effect]:
@@ -137,7 +183,7 @@ class AveragingHub:
         self.round_tau = min(self.tau, self.pace.steps_left)
         members = ("hub", *self.present)
         return [
-            Broadcast("joint", members, Joint(self.round, self.round_tau, snapshot())),
+            Broadcast("round", members, Joint(self.round, self.round_tau, snapshot())),
             Reduce(f"round {self.round}", members),
         ]
 
@@ -151,9 +197,9 @@ class AveragingHub:
         self._choose_tau()
         samples = made * len(contributors) * self.seat.schedule.batch_size
         effects: list[Effect] = [
-            Install(total / weight),
+            Install(self._outer.step(total / weight)),
             Record({"round": self.round, "tau": made, "workers": len(contributors)}),
-            *self.pace.advance(made, samples, now, {"tau": self.tau}),
+            *self.pace.advance(made, samples, now, self._state()),
         ]
         return effects if self.pace.over else [*effects, *self._open_round()]
 
@@ -169,6 +215,9 @@ class AveragingHub:
         step_seconds = statistics.median(effort.step_seconds for effort in efforts)
         if step_seconds > 0:
             self.tau = max(1, math.ceil(COMPUTE_PER_COMMUNICATION * self._communication_seconds / step_seconds))
+
+    def _state(self) -> dict[str, Any]:
+        return {"tau": self.tau, **self._outer.state()}
 
     def check(self) -> None:
         if self.in_round and not 1 <= self.round_tau <= self.pace.schedule.steps:

@@ -1,0 +1,346 @@
+"""Elastic averaging: EASGD (MPCA SGD, section 3.2), with the rules of DeepSpark (sections 3.4 to 3.6).
+
+The hub holds the centre. A worker steps by itself; after tau steps it asks for the centre c, stands still until it has
+it, and takes the difference of its own vector x to it. Each then moves towards the other (equations 2 and 3; 4):
+
+    x <- x - alpha * (x - c)        at the worker, at once
+    c <- c + alpha' * (x - c)       at the hub, when the difference has come back
+
+The difference travels while the worker goes on. Meanwhile others may have moved the centre: the hub adds the
+difference to the centre as it is then. With equal rates the sum of worker and centre is kept, whatever comes between.
+Momentum in the worker's optimizer makes it EAMSGD.
+
+Rates: alpha is 0.9/K for K workers present unless given, and alpha' is alpha (elastic symmetry). Both decay by a factor
+at every so many steps (DeepSpark, equation 5), or the hub's alone does (equation 6). The hub tells a worker its rate
+with the centre and remembers its own for the difference that will come.
+
+tau "auto": a hub with one link serves K workers one after the other, so tau steps must last as long as K downloads
+(MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the workers' latest waits
+measures a download that had the link for itself.
+
+The exchanger: the hub lets so many workers exchange at a time, from its answer until the difference is back; further
+ones wait in a queue. Copying the centre and adding to it is loose: threads do it side by side without a lock.
+
+BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates, and since the
+hub is sent the worker's own, they stay between the two.
+
+The hub counts the steps of every difference it takes. Near the end it hands out only what is left to make.
+
+A worker that dies gives its place up; its difference has come whole or not at all, so the centre is whole. One that
+comes begins with the centre.
+
+Invariants: a worker asks at most once at a time and computes only when it has not; no more workers exchange than the
+exchanger has places; nobody waits while a place is free.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from tether.errors import InvariantBroken, UsageError
+from tether.machine import (
+    Add,
+    Blend,
+    Compute,
+    Effect,
+    Event,
+    GradientReady,
+    Install,
+    Machine,
+    Message,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Record,
+    Seat,
+    Send,
+    Started,
+    Step,
+    StopRequested,
+    snapshot,
+)
+from tether.protocols.base import Options, Pace, option
+
+#: alpha times the number of workers, unless alpha is given
+BETA = 0.9
+#: tau above the least that avoids collisions
+ROOM = 1.3
+
+
+class Ask(Message, frozen=True):
+    """Worker to hub: the centre, please; `first` if it has none yet and will take it as it is."""
+
+    first: bool = False
+
+
+class Centre(Message, frozen=True):
+    """Hub to worker: the centre, the worker's rate, and how many steps to make until the next exchange."""
+
+    values: Tensor
+    alpha: float
+    tau: int
+
+
+class Difference(Message, frozen=True):
+    """Worker to hub: its parameters less the centre's, its buffers, and what it did since the last exchange."""
+
+    values: Tensor
+    buffers: Tensor
+    steps: int
+    samples: int
+    step_seconds: float
+    wait_seconds: float
+
+
+@dataclass(frozen=True)
+class Elastic(Options):
+    """Workers train alone and are tied to a centre: every tau steps each and the centre pull the other."""
+
+    tau: int | Literal["auto"] = option(
+        "auto", "steps between two exchanges; 'auto': as many as let exchanges pass without collision, and 30 % more"
+    )
+    alpha: float | Literal["auto"] = option("auto", "share of the difference that is moved; 'auto': 0.9/workers")
+    master_alpha: float | None = option(None, "the centre's own rate; none: the workers'")
+    decay: float = option(1.0, "factor of the rates at every decay_every steps (DeepSpark, equation 5)")
+    decay_every: int | None = option(None, "steps of each worker between two decays")
+    decay_limit: int | None = option(None, "decay at most so often; none: for ever")
+    decays: Literal["both", "master"] = option("both", "which rates decay: both, or the centre's (equation 6)")
+    exchangers: int = option(8, "how many workers exchange at a time; further ones wait in a queue")
+
+    name = "elastic"
+    summary = "workers train alone, each tied to a centre by an elastic force (EASGD, DeepSpark)"
+    messages = (Ask, Centre, Difference)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tau != "auto" and self.tau < 1:
+            raise UsageError(f"tau must be at least 1 or 'auto', not {self.tau}")
+        for name in ("alpha", "master_alpha"):
+            value = getattr(self, name)
+            if value not in ("auto", None) and not 0 < value < 1:
+                raise UsageError(
+                    f"{name} must be between 0 and 1, not {value}: it is the share of the way towards the other"
+                )
+        if not 0 < self.decay <= 1:
+            raise UsageError(f"decay must be above 0 and at most 1, not {self.decay}: rates do not grow")
+        for name in ("decay_every", "decay_limit", "exchangers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, not {value}")
+        if self.decay < 1 and self.decay_every is None:
+            raise UsageError(f"decay={self.decay} needs decay_every: the steps between two decays")
+        if self.decay == 1 and (self.decay_every, self.decay_limit, self.decays) != (None, None, "both"):
+            raise UsageError("decay_every, decay_limit and decays say how rates decay: give decay, such as 0.5, too")
+
+    @classmethod
+    def variants(cls) -> tuple[Options, ...]:
+        return (
+            cls(),
+            cls(tau=1, alpha=0.3),
+            cls(tau=4, exchangers=1),
+            cls(tau=3, decay=0.8, decay_every=10, decay_limit=2),
+            cls(tau=5, alpha=0.4, master_alpha=0.3, decay=0.7, decay_every=15, decays="master"),
+        )
+
+    @property
+    def pool_threads(self) -> int:
+        return self.exchangers
+
+    def machine(self, seat: Seat) -> Machine:
+        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat)
+
+    def rates(self, workers: int, step: int) -> tuple[float, float]:
+        """The worker's and the centre's rate at a step."""
+        alpha = BETA / workers if self.alpha == "auto" else self.alpha
+        master = alpha if self.master_alpha is None else self.master_alpha
+        if self.decay_every is None:
+            return alpha, master
+        decays = step // self.decay_every
+        factor = self.decay ** (decays if self.decay_limit is None else min(decays, self.decay_limit))
+        return (alpha * factor if self.decays == "both" else alpha), master * factor
+
+
+@dataclass
+class _Request:
+    """A worker in the queue."""
+
+    worker: str
+    since: float
+    #: how many were ahead of it
+    ahead: int
+
+
+@dataclass
+class _Exchange:
+    """A worker that has been answered and whose difference is awaited."""
+
+    request: _Request
+    granted_at: float
+    alpha: float
+    master_alpha: float
+    #: the steps that come with the difference
+    steps: int
+
+
+class ElasticHub:
+    """Holds the centre and serves the workers one exchange after the other."""
+
+    def __init__(self, seat: Seat, options: Elastic) -> None:
+        self.seat = seat
+        self.options = options
+        self.pace = Pace(seat.schedule)
+        self.present: set[str] = set()
+        self.exchanges = 0
+        self._auto = options.tau == "auto"
+        self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
+        self._queue: deque[_Request] = deque()
+        self._open: dict[str, _Exchange] = {}
+        #: steps that each worker is making, or has made and not told of yet
+        self._issued: dict[str, int] = {}
+        #: what each worker's latest exchange took: its wait and its mean step
+        self._efforts: dict[str, tuple[float, float]] = {}
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.pace.over:
+            return []
+        match event:
+            case Started(members=members):
+                self.present = {worker for worker in self.seat.workers if worker in members}
+            case Received(sender=worker, message=Ask(first=True)):
+                return self._send_centre(worker, 1.0)
+            case Received(sender=worker, message=Ask()):
+                self._queue.append(_Request(worker, now, len(self._queue)))
+                return self._serve(now)
+            case Received(sender=worker, message=Difference() as difference):
+                return self._take(worker, difference, now)
+            case PeerJoined(peer=peer, role="worker"):
+                self.present.add(peer)
+            case PeerLost(peer=peer) if peer in self.present:
+                self.present.remove(peer)
+                self._queue = deque(request for request in self._queue if request.worker != peer)
+                for kept in (self._open, self._issued, self._efforts):
+                    kept.pop(peer, None)
+                return self._serve(now)
+            case StopRequested(reason=reason):
+                return self.pace.finish(reason, {"tau": self.tau})
+        return []
+
+    def _serve(self, now: float) -> list[Effect]:
+        """Answer whoever is next, as long as a place is free."""
+        effects: list[Effect] = []
+        while self._queue and len(self._open) < self.options.exchangers:
+            request = self._queue.popleft()
+            alpha, master_alpha = self.options.rates(len(self.present), self.pace.step)
+            made = self._issued.pop(request.worker)
+            self._open[request.worker] = _Exchange(request, now, alpha, master_alpha, made)
+            effects += self._send_centre(request.worker, alpha)
+        return effects
+
+    def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
+        under_way = sum(self._issued.values()) + sum(exchange.steps for exchange in self._open.values())
+        left = self.pace.steps_left * len(self.present) - under_way
+        tau = self._issued[worker] = max(1, min(self.tau, left))
+        return [Send(worker, Centre(snapshot(loose=True), alpha, tau))]
+
+    def _take(self, worker: str, difference: Difference, now: float) -> list[Effect]:
+        exchange = self._open.pop(worker)
+        self.exchanges += 1
+        self._efforts[worker] = difference.wait_seconds, difference.step_seconds
+        if self._auto:
+            self.tau = self._choose_tau()
+        row = Record(
+            {
+                "exchange": self.exchanges,
+                "tau": difference.steps,
+                "alpha": exchange.alpha,
+                "master_alpha": exchange.master_alpha,
+                "queue": exchange.request.ahead,
+                "queue_seconds": exchange.granted_at - exchange.request.since,
+                "wait_seconds": difference.wait_seconds,
+                "workers": len(self.present),
+            }
+        )
+        moves: list[Effect] = [
+            Add(difference.values, exchange.master_alpha, loose=True),
+            Blend(difference.buffers, exchange.master_alpha, self.seat.parameter_count, loose=True),
+            row,
+        ]
+        moves += self.pace.advance_gradients(
+            difference.steps, len(self.present), difference.samples, now, {"tau": self.tau}
+        )
+        return moves if self.pace.over else moves + self._serve(now)
+
+    def _choose_tau(self) -> int:
+        download = min(wait for wait, _ in self._efforts.values())
+        step = statistics.median(step for _, step in self._efforts.values())
+        return max(1, math.ceil(ROOM * len(self.present) * download / step)) if step > 0 else self.tau
+
+    def check(self) -> None:
+        places = self.options.exchangers
+        if len(self._open) > places:
+            raise InvariantBroken(f"{len(self._open)} workers exchange; there are {places} places")
+        if self._queue and len(self._open) < places and not self.pace.over:
+            raise InvariantBroken(f"{self._queue[0].worker} waits while a place is free")
+        known = [*self._open, *(request.worker for request in self._queue)]
+        if len(set(known)) != len(known):
+            raise InvariantBroken(f"a worker exchanges twice at a time: {known}")
+        if not set(known) <= self.present:
+            raise InvariantBroken(f"an absent worker exchanges: {set(known) - self.present}")
+
+
+class ElasticWorker:
+    """Steps by itself and exchanges with the centre after every tau steps."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.tau = 0
+        self.steps = 0
+        self.samples = 0
+        self.asking = False
+        self._compute_seconds = 0.0
+        self._asked_at = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Started():
+                return self._ask(now, first=True)
+            case GradientReady(samples=samples, seconds=seconds):
+                self.steps += 1
+                self.samples += samples
+                self._compute_seconds += seconds
+                return [Step(), Compute()] if self.steps < self.tau else [Step(), *self._ask(now)]
+            case Received(message=Centre() as centre):
+                return self._take(centre, now)
+        return []
+
+    def _ask(self, now: float, first: bool = False) -> list[Effect]:
+        self.asking = True
+        self._asked_at = now
+        return [Send("hub", Ask(first))]
+
+    def _take(self, centre: Centre, now: float) -> list[Effect]:
+        self.asking = False
+        self.tau = centre.tau
+        if self.steps == 0:
+            return [Install(centre.values), Compute()]
+        parameters = self.seat.parameter_count
+        difference = Difference(
+            self.seat.weights[:parameters] - centre.values[:parameters],
+            snapshot(parameters),
+            self.steps,
+            self.samples,
+            self._compute_seconds / self.steps,
+            now - self._asked_at,
+        )
+        self.steps, self.samples, self._compute_seconds = 0, 0, 0.0
+        return [Send("hub", difference), Blend(centre.values, centre.alpha), Compute()]
+
+    def check(self) -> None:
+        if self.asking and 0 < self.steps < self.tau:
+            raise InvariantBroken(f"asked after {self.steps} of {self.tau} steps")
