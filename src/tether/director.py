@@ -140,9 +140,11 @@ class Director:
             samples=meter.samples,
             loss=meter.loss,
             compute_seconds=meter.compute_seconds,
+            load_seconds=meter.load_seconds,
             wait_seconds=meter.wait_seconds,
             bytes_sent=meter.bytes_sent,
             bytes_received=meter.bytes_received,
+            bytes_saved=meter.bytes_saved,
         )
 
     def record(self, node: str, values: Row, now: float) -> None:

@@ -18,7 +18,8 @@ from matplotlib import style
 from matplotlib.figure import Figure, FigureBase
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from tether.report import Row, RunRecord
+from tether.report import SPEEDUP, Row, RunRecord, speedup_grid
+from tether.speedup import Fit, fits, most_fall
 
 WIDTH_INCHES = 12.0
 #: points drawn of one line; a long run would otherwise make a page of hundreds of megabytes
@@ -37,6 +38,8 @@ NOT_DRAWN = {*SERIES, "kind", "time", "round", "clock", "workers"}
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 # The dashes change when the colours are used up.
 DASHES = ("-", "--", ":", "-.")
+# The same for points.
+MARKERS = dict(zip(DASHES, "os^D", strict=True))
 
 #: what an axis shows: sizes of its units and their names, of which the first is taken that the largest value has two of
 UNITS = {
@@ -111,6 +114,9 @@ class Section:
     title: str
     about: str
     panels: Sequence[Panel | None]
+    #: a table above them, headings first, and the run of each row
+    grid: Sequence[Sequence[str]] = ()
+    looks: Sequence[Look] = ()
 
     @property
     def rows(self) -> list[list[Panel]]:
@@ -121,7 +127,7 @@ class Section:
     def svgs(self) -> list[tuple[str, bytes]]:
         """Title and picture of each panel."""
         wide = ((panel, WIDTH_INCHES / len(row)) for row in self.rows for panel in row)
-        return [(panel.title, _saved(panel.draw, width, panel.height, "svg")) for panel, width in wide]
+        return [(panel.title, saved(panel.draw, width, panel.height, "svg")) for panel, width in wide]
 
 
 def looks(runs: Sequence[RunRecord]) -> list[Look]:
@@ -143,6 +149,7 @@ def sections(looks: Sequence[Look]) -> list[Section]:
     evaluations = [(look, row) for look in looks for row in look.run.evaluations]
     progress = [(look, row) for look in looks for row in look.run.progress]
     records = [(look, tuple(map(row.get, SERIES)), row) for look in looks for row in look.run.records]
+    compared = [(look, fit) for fit in fits([look.run for look in looks]) for look in looks if look.run is fit.run]
     metrics = dict.fromkeys(name for _, row in evaluations for name in row["metrics"])
     recorded = dict.fromkeys(name for *_, row in records for name in row if name not in NOT_DRAWN)
     found = [
@@ -154,6 +161,13 @@ def sections(looks: Sequence[Look]) -> list[Section]:
                 for name in metrics
                 for axis in ("time", "samples")
             ],
+        ),
+        Section(
+            "Speedup",
+            SPEEDUP,
+            [_speedup(compared)],
+            speedup_grid([fit for _, fit in compared]),
+            [look for look, _ in compared],
         ),
         Section(
             "Training loss",
@@ -207,10 +221,11 @@ def png(heading: str, sections: Sequence[Section]) -> bytes:
                 cell.suptitle(panel.title, x=0.01 * len(row), ha="left", fontsize=10.5, fontweight="bold")
                 panel.draw(cell)
 
-    return _saved(draw, WIDTH_INCHES, sum(heights), "png")
+    return saved(draw, WIDTH_INCHES, sum(heights), "png")
 
 
-def _saved(draw: Draw, width: float, height: float, form: str) -> bytes:
+def saved(draw: Draw, width: float, height: float, form: str) -> bytes:
+    """What `draw` draws, as the bytes of a file."""
     with style.context(["default", STYLE]):  # the default first: a report does not depend on a user's matplotlibrc
         figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
         draw(figure)
@@ -243,7 +258,7 @@ def _lines(quantity: str, over: str, points: Points) -> Panel | None:
                 axis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
         low, high = all_y.min(), all_y.max()
         # What falls (an error, a loss) is read by its ratio; what rises (an accuracy) is not.
-        if sum(line[-1, 1] < line[0, 1] for line in lines) * 2 > len(lines) and 0 < 10 * low < high:
+        if most_fall([(line[0, 1], line[-1, 1]) for line in lines]) and 0 < 10 * low < high:
             axes.set_yscale("log")
             # Less than three decades have too few powers of ten to be read by.
             subs = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
@@ -281,6 +296,25 @@ def _bars(what: str, look: Look, rows: Mapping[str, Row], parts: Parts) -> Panel
 
     height = 1.4 + 0.26 * min(len(names), BARS_NAMED_MAX)
     return Panel(f"{what} of {look.label}", height, draw) if lengths.any() else None
+
+
+def _speedup(compared: Sequence[tuple[Look, Fit]]) -> Panel | None:
+    """A point for each run; on the diagonal the prediction was right."""
+
+    def draw(figure: FigureBase) -> None:
+        axes = figure.add_subplot(aspect="equal", anchor="W")
+        largest = 1.15 * max(max(fit.predicted, fit.measured) for _, fit in compared)
+        axes.plot([0, largest], [0, largest], color="#9aa5b1", linewidth=1.0, label="as predicted")
+        for look, fit in compared:
+            told = f"{look.label}: {fit.predicted:.2f} predicted, {fit.measured:.2f} measured"
+            axes.plot(fit.predicted, fit.measured, MARKERS[look.dashes], color=look.colour, markersize=7, label=told)
+        axes.set(xlim=(0, largest), ylim=(0, largest), xlabel="predicted speedup", ylabel="measured speedup")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+        axes.legend(loc="upper left", bbox_to_anchor=(1.02, 1.0))
+
+    height = max(3.6, 1.0 + 0.21 * len(compared))
+    return Panel("speedup, measured against predicted", height, draw) if compared else None
 
 
 def _staleness(looks: Sequence[Look]) -> Iterator[tuple[Look, Hashable, float, float]]:

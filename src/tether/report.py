@@ -22,11 +22,13 @@ from string import Template
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from tether.errors import UsageError, missing_extra
 from tether.rundir import RunDirectory
+from tether.speedup import Fit, fits
 from tether.trace import Meter
 
 if TYPE_CHECKING:
@@ -34,6 +36,15 @@ if TYPE_CHECKING:
 
 #: as many runs fit beside each other into a terminal of 80 columns; a table of ten columns does not
 RUNS_BESIDE_MAX = 5
+
+#: what a reader must know about the speedups of a report
+SPEEDUP = (
+    "Time of one learner over time of several to the target: measured, and predicted as (N C + L) / ((tau C + S) M + "
+    "L / workers), equation 8 of DeepSpark. The single run gives N steps of C seconds and L seconds of waiting for "
+    "data; the other run gives M rounds of tau steps, between which a worker stood still for S seconds. Left out: "
+    "workers that slow each other down on shared processors, starting, installing values, deaths. How many rounds a "
+    "run will need, the model cannot tell."
+)
 
 Row = dict[str, Any]
 
@@ -89,9 +100,17 @@ class RunRecord:
             "utilization": {"mean": statistics.fmean(m.utilization(seconds) for m in meters) if meters else None},
             "overlap": statistics.fmean(meter.overlap for meter in meters) if meters else None,
             "bytes_sent": sum(row["bytes_sent"] for row in self.nodes.values()),
+            **self._compression(),
             "staleness": {"histogram": {}},
             "metrics": self.evaluations[-1]["metrics"] if self.evaluations else {},
         }
+
+    def _compression(self) -> dict[str, Any]:
+        """As in a result: what compression spared, if the run compresses."""
+        if self.config["protocol"].get("compress", "none") == "none":
+            return {}
+        sent, saved = (sum(row[name] for row in self.nodes.values()) for name in ("bytes_sent", "bytes_saved"))
+        return {"compression": {"bytes_saved": saved, "share": sent / max(1, sent + saved), "relative_error": None}}
 
 
 def load_run(path: Path | str) -> RunRecord:
@@ -113,15 +132,42 @@ def load_run(path: Path | str) -> RunRecord:
 
 def table(runs: Sequence[RunRecord]) -> Table:
     """The runs as a table for a terminal: side by side, or one below the other if there are many."""
-    grid = _summary(runs)
-    if len(runs) <= RUNS_BESIDE_MAX:
+    return _beside(_heading(runs), _summary(runs), _remarks(runs))
+
+
+def speedups(runs: Sequence[RunRecord]) -> Group | None:
+    """The speedups for a terminal, a table and a few words, if there are runs to compare."""
+    found = fits(runs)
+    return Group(_beside("Speedup", speedup_grid(found)), Text(SPEEDUP)) if found else None
+
+
+def speedup_grid(found: Sequence[Fit]) -> list[list[str]]:
+    """The headings, then a row for each run that was compared with one learner."""
+    headings = ["run", "workers", "target", "N", "C (s)", "L (s)", "tau", "S (s)", "M", "predicted", "measured"]
+    return [headings] + [
+        [
+            fit.run.name,
+            str(fit.workers),
+            f"{fit.metric} {_number(fit.target)}",
+            *map(_number, (fit.steps_alone, fit.step_seconds, fit.load_seconds)),
+            *map(_number, (fit.tau, fit.exchange_seconds, fit.rounds)),
+            _number(fit.predicted, ".2f"),
+            _number(fit.measured, ".2f"),
+        ]
+        for fit in found
+    ]
+
+
+def _beside(title: str, grid: list[list[str]], remarks: Sequence[str] = ()) -> Table:
+    """Headings and rows for a terminal; few rows stand side by side, as columns."""
+    if len(grid) - 1 <= RUNS_BESIDE_MAX:
         grid = [list(column) for column in zip(*grid, strict=True)]
-    result = Table(box=SIMPLE_HEAD, title=Text(_heading(runs)), title_style="bold", title_justify="left")
+    result = Table(box=SIMPLE_HEAD, title=Text(title), title_style="bold", title_justify="left")
     for index, heading in enumerate(grid[0]):  # Text and not str throughout: a name with brackets is no markup
         result.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
     for row in grid[1:]:
         result.add_row(*map(Text, row))
-    if remarks := _remarks(runs):
+    if remarks:
         result.caption, result.caption_justify = Text("\n".join(remarks)), "left"
     return result
 
@@ -152,6 +198,8 @@ def _summary(runs: Sequence[RunRecord]) -> list[list[str]]:
     """The headings, then a row for each run."""
     metrics = list(dict.fromkeys(name for run in runs for name in run.figures["metrics"]))
     headings = ["run", "protocol", "runtime", "workers", "time", "samples/s", "utilization", "overlap", "MB sent"]
+    if compressed := any("compression" in run.figures for run in runs):
+        headings.append("compressed to")
     grid = [[*headings, *metrics]]
     for run in runs:
         figures, config = run.figures, run.config
@@ -166,6 +214,7 @@ def _summary(runs: Sequence[RunRecord]) -> list[list[str]]:
                 _number(figures["utilization"]["mean"], ".1%"),
                 _number(figures["overlap"], ".1%"),
                 _number(figures["bytes_sent"] / 1e6),
+                *([_number(figures.get("compression", {}).get("share"), ".1%")] if compressed else []),
                 *(_number(figures["metrics"].get(name)) for name in metrics),
             ]
         )
@@ -197,20 +246,17 @@ def _remarks(runs: Sequence[RunRecord]) -> list[str]:
 
 def _page(looks: Sequence[Look], sections: Sequence[Section]) -> str:
     runs = [look.run for look in looks]
-    swatches = [f'<span class="swatch" style="background:{look.colour}"></span>' for look in looks]
-    headings, *rows = _summary(runs)
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
-    body = "".join(
-        f"<tr><th>{swatch}{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-        for swatch, (name, *cells) in zip(swatches, rows, strict=True)
-    )
+    swatches = [_swatch(look) for look in looks]
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in _remarks(runs))
     parts = [
-        f'<h2>Summary</h2><div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>',
+        f"<h2>Summary</h2>{_html(_summary(runs), looks)}",
         f'<ul class="remarks">{remarks}</ul>' if remarks else "",
     ]
     for section in sections:
-        parts.append(f'<h2>{section.title}</h2><p>{section.about}</p><div class="cards">')
+        parts.append(f"<h2>{section.title}</h2><p>{section.about}</p>")
+        if section.grid:
+            parts.append(_html(section.grid, section.looks))
+        parts.append('<div class="cards">')
         for title, svg in section.svgs():
             # An image and not inline SVG: the identifiers inside several SVGs of one document would collide.
             image = f'<img alt="{escape(title)}" src="data:image/svg+xml;base64,{base64.b64encode(svg).decode()}">'
@@ -222,3 +268,18 @@ def _page(looks: Sequence[Look], sections: Sequence[Section]) -> str:
         parts.append(f"<details><summary>{swatch}{escape(str(run.path))}</summary><pre>{told}</pre></details>")
     page = Template(files("tether").joinpath("report.html").read_text("utf-8"))
     return page.substitute(heading=escape(_heading(runs)), body="\n".join(parts))
+
+
+def _html(grid: Sequence[Sequence[str]], looks: Sequence[Look]) -> str:
+    """Headings and rows, each with the colour of its run."""
+    headings, *rows = grid
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    body = "".join(
+        f"<tr><th>{_swatch(look)}{escape(name)}</th>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+        for look, (name, *cells) in zip(looks, rows, strict=True)
+    )
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _swatch(look: Look) -> str:
+    return f'<span class="swatch" style="background:{look.colour}"></span>'

@@ -27,7 +27,7 @@ from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
 from tether.task import Task
 from tether.tasks import load as load_task
-from tether.trace import write_chrome_trace
+from tether.trace import relative_error, write_chrome_trace
 from tether.vector import digest
 
 
@@ -263,7 +263,7 @@ def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wa
     for meter in meters.values():
         staleness.update(meter.staleness)
     metrics = director.history[-1]["metrics"] if director.history else {}
-    figures = {
+    figures: dict[str, Any] = {
         "protocol": plan.protocol.name,
         "runtime": on.name,
         "workers": plan.workers,
@@ -290,4 +290,11 @@ def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wa
         "reason": outcome.reason,
         "run": str(director.directory.path),
     }
+    if plan.compress != "none":
+        sent, saved = figures["bytes_sent"], sum(meter.bytes_saved for meter in meters.values())
+        figures["compression"] = {
+            "bytes_saved": saved,
+            "share": sent / max(1, sent + saved),
+            "relative_error": relative_error(meters.values()),
+        }
     return Result(model, metrics, finite(figures), director.history, director.directory.path)
