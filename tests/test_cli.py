@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from tether import cli
+from tether.protocols import known
 
 KEYS = {
     "protocol",
@@ -128,7 +129,15 @@ def test_settings_reach_the_protocol_and_the_task(tether: Callable[[str], Said])
     figures = train(tether, "digits --on sim --workers 2 --steps 6 --set tau=3 --set batch_size=10")
     assert figures["samples"] == 2 * 6 * 10
     config = json.loads((Path(figures["run"]) / "run.json").read_text())
-    assert config["protocol"] == {"name": "averaging", "tau": 3}
+    assert config["protocol"].items() >= {"name": "averaging", "tau": 3, "compress": "none"}.items()
+
+
+def test_what_is_sent_can_be_compressed_by_any_protocol(tether: Callable[[str], Said]) -> None:
+    for protocol in sorted(known().keys() - {"single"}):
+        line = f"digits --on sim --workers 2 --steps 4 --protocol {protocol} --set compress=int8"
+        assert train(tether, line)["compression"]["share"] < 0.27
+    assert "of what it was" not in tether("train digits --on sim --workers 2 --steps 4").out
+    assert "MB, 25.1% of what it was" in tether("train digits --on sim --workers 2 --steps 4 --set compress=int8").out
 
 
 def test_until_ends_the_run_when_the_metric_is_reached(tether: Callable[[str], Said]) -> None:
@@ -201,10 +210,15 @@ def test_lists_name_every_protocol_and_task_with_defaults(tether: Callable[[str]
 
 WRONG = [
     ("train digitz", "unknown task 'digitz'; known: chars, cifar, digits"),
-    ("train digits --protocol averagin", "unknown protocol 'averagin'; known: averaging, server, single"),
+    (
+        "train digits --protocol averagin",
+        "unknown protocol 'averagin'; known: averaging, elastic, mpca, server, single",
+    ),
     ("train digits --set tau=x", "option tau of protocol averaging is 'x'; expected"),
     ("train digits --set tau=0", "tau must be at least 1"),
-    ("train digits --set tao=3", "known: batch_size, learning_rate, momentum, tau. Did you mean 'tau'?"),
+    ("train digits --set tao=3", "tau. Did you mean 'tau'?"),
+    ("train digits --set compress=zip", "compress of protocol averaging is 'zip'; expected none | fp16 | bf16 | int8"),
+    ("train digits --protocol single --set compress=int8", "single sends nothing"),
     ("train digits --set tau", "write it like --set tau=10"),
     ("train digits --on mars", "unknown runtime 'mars'; known: local, sim"),
     ("train digits --link 1gbit", "add --on sim"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import sys
 from dataclasses import fields
@@ -13,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tether import bench, protocols, report, settings, study, swarm, tasks
+from tether import bench, protocols, report, settings, study, swarm, tasks, tune
 from tether.errors import TetherError, UsageError, unknown
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
@@ -41,6 +42,15 @@ WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="How 
 EpochsOption = Annotated[
     float | None, typer.Option(help="Passes over the data, by all workers together [the task's own].")
 ]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="NAME=VALUE", help="An option of the protocol or of the task; repeat it."),
+]
+SeedOption = Annotated[int, typer.Option(help="Everything random follows from it.")]
+LinkOption = Annotated[str | None, typer.Option(help="sim: bandwidth of every network interface [1gbit].")]
+LatencyOption = Annotated[str | None, typer.Option(help="sim: latency of the network [0.2ms].")]
+StepSecondsOption = Annotated[str | None, typer.Option(help="sim: how long a gradient takes [0.1].")]
+ModelBytesOption = Annotated[str | None, typer.Option(help="sim: price the model as one of this size.")]
 StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worker.")]
 UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
 
@@ -56,21 +66,18 @@ def train(
     until: UntilOption = None,
     warmup: Annotated[str | None, typer.Option(help="Begin with this protocol.")] = None,
     warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="An option of the protocol or of the task; repeat it."),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    set_: SetOption = None,
+    seed: SeedOption = 0,
     data: DataOption = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
     as_json: JsonOption = False,
     record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
     evaluate_every: Annotated[float, typer.Option(help="Epochs between two evaluations.")] = 1.0,
     checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 30.0,
-    link: Annotated[str | None, typer.Option(help="sim: bandwidth of every network interface [1gbit].")] = None,
-    latency: Annotated[str | None, typer.Option(help="sim: latency of the network [0.2ms].")] = None,
-    step_seconds: Annotated[str | None, typer.Option(help="sim: how long a gradient takes [0.1].")] = None,
-    model_bytes: Annotated[str | None, typer.Option(help="sim: price the model as one of this size.")] = None,
+    link: LinkOption = None,
+    latency: LatencyOption = None,
+    step_seconds: StepSecondsOption = None,
+    model_bytes: ModelBytesOption = None,
     faults: Annotated[Path | None, typer.Option(help="sim: a JSON file of faults.")] = None,
 ) -> None:
     """Train a task and print what came out."""
@@ -149,6 +156,8 @@ def report_(
     """Draw runs side by side: a table here, an HTML page and a PNG."""
     loaded = [report.load_run(path) for path in runs]
     _out.print(report.table(loaded))
+    if (speedups := report.speedups(loaded)) is not None:
+        _out.print(speedups, soft_wrap=False)
     for path in report.write_report(loaded, to):
         _out.print(path.absolute(), highlight=False)
 
@@ -230,7 +239,7 @@ def study_(
         list[str] | None,
         typer.Option("--set", metavar="NAME=VALUE", help="An option of protocol server or of the task; repeat it."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Everything random follows from it.")] = 0,
+    seed: SeedOption = 0,
     reference_batch: Annotated[
         int | None, typer.Option(help="The batch that the learning rate was chosen for [the task's own].")
     ] = None,
@@ -262,6 +271,75 @@ def study_(
     _out.print(study.table(outcome))
     _out.print(outcome["recommendation"], highlight=False, markup=False)
     _out.print((to / "study.png").absolute(), highlight=False)
+
+
+@app.command("tune")
+def tune_(
+    task: TaskArgument,
+    alpha: Annotated[str, typer.Option(help="A range such as 0.001..0.5, or values such as 0.01,0.05,0.1.")],
+    protocol: Annotated[
+        str, typer.Option("--protocol", "-p", help=f"Whose alpha: {' or '.join(tune.tunable())}.")
+    ] = "elastic",
+    points: Annotated[int, typer.Option(help="How many values of a range, at equal ratios.")] = 8,
+    share: Annotated[float, typer.Option(help="How much of the training data, drawn at random.")] = 0.1,
+    tolerance: Annotated[
+        float, typer.Option(help="How much worse than the best, as a share of it, is good enough.")
+    ] = tune.TOLERANCE,
+    on: Annotated[str, typer.Option(help="Where to run: local or sim.")] = "sim",
+    workers: WorkersOption = None,
+    epochs: EpochsOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = 0,
+    data: DataOption = None,
+    link: LinkOption = None,
+    latency: LatencyOption = None,
+    step_seconds: StepSecondsOption = None,
+    model_bytes: ModelBytesOption = None,
+    to: Annotated[
+        Path, typer.Option("--to", "--run-dir", help="Where results and picture go; what is finished there is kept.")
+    ] = Path("tune"),
+    as_json: JsonOption = False,
+) -> None:
+    """Search a protocol's alpha on a small part of the data: the best value and the corridor of good ones."""
+    cls = _protocol_class(protocol)
+    tune.check_tunable(cls)
+    alphas = tune.parse_alphas(alpha, points)
+    protocol_settings, task_settings = _split_settings(set_ or [], cls, task)
+    if "alpha" in protocol_settings:
+        raise UsageError("--set alpha: a search sets alpha itself; use --alpha")
+    options = cls(**settings.arguments(cls, f"protocol {protocol}", protocol_settings))
+    only_sim = {"link": link, "latency": latency, "step_seconds": step_seconds, "model_bytes": model_bytes}
+    only_sim = {name: value for name, value in only_sim.items() if value is not None}
+    runtime = _runtime(on, workers, options, {**only_sim, "checked": False} if on == "sim" else only_sim)
+    place = data.absolute() if data else None
+    found = tune.tune(
+        tasks.load(task, data=data, settings=task_settings),
+        options,
+        runtime,
+        alphas=alphas,
+        share=share,
+        epochs=epochs,
+        seed=seed,
+        tolerance=tolerance,
+        to=to,
+        task_spec={"spec": task, "data": place, "settings": task_settings},
+    )
+    flags = {"protocol": protocol, "on": on, "workers": runtime.workers, **only_sim, "data": data, "seed": seed or None}
+    words = ["tether", "train", task]
+    for name, value in flags.items():
+        words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
+    for text in [*(set_ or []), f"alpha={found.best.alpha:g}"] if found.best else []:
+        words += ["--set", text]
+    command = shlex.join(words) if found.best else None
+    picture = (to / "tune.png").absolute()
+    if as_json:
+        print(json.dumps({**found.figures, "command": command, "picture": str(picture)}))
+        return
+    _out.print(found.table())
+    _out.print(found.recommendation, highlight=False, markup=False)
+    if command:
+        _out.print(f"Go on with all of the data:\n  {command}", highlight=False, markup=False)
+    _out.print(picture, highlight=False)
 
 
 @app.command()
@@ -349,12 +427,19 @@ def _show(result: Result, as_json: bool) -> None:
         "steps": f"{figures['steps']} per worker, {figures['samples']} samples, {figures['reason']}",
         "seconds": f"{figures['seconds']:.4g}{virtual}, {figures['samples_per_second']:,.0f} samples/s",
         "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",
-        "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB",
+        "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB{_compressed(figures)}",
         **{metric: f"{value:.4g}" for metric, value in figures["metrics"].items()},
         "run": figures["run"],
     }.items():
         table.add_row(name, value)
     _out.print(table)
+
+
+def _compressed(figures: dict[str, Any]) -> str:
+    if (compression := figures.get("compression")) is None:
+        return ""
+    error = compression["relative_error"]
+    return f", {compression['share']:.1%} of what it was" + (f", relative error {error:.2g}" if error else "")
 
 
 def _text(value: object) -> str:

@@ -8,51 +8,36 @@ as in table 2: the product is rounded to the nearest power of two, so that 4*30,
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import re
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from torch import Tensor
 
 from tether import settings as option_texts
 from tether import tasks, units
-from tether.errors import TaskError, UsageError, missing_extra
-from tether.learner import build_model
-from tether.machine import Evaluate
+from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, metric_of, run_cell
+from tether.errors import UsageError, missing_extra
 from tether.plan import Request, RunPlan
 from tether.protocols import Server
 from tether.runtimes.sim import Sim
-from tether.swarm import Nobody
-from tether.task import Task, check_task, describe_error
-from tether.trace import Meter
-from tether.vector import Vector
+from tether.task import Task, check_task
 
 #: how long the gradients of one mini-batch size are timed
 TIMING_SECONDS = 0.5
 #: what the simulator itself takes for a gradient, roughly; only the display of the time left depends on it
 SIMULATING_SECONDS = 5e-4
-#: a configuration counts as good as the baseline up to this many times its error
-AS_GOOD = 1.1
 #: options of the protocol that the study itself sets
 OWN_OPTIONS = {"sync": "--protocol", "n": "--protocol", "reference_batch": "--reference-batch"}
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -226,64 +211,15 @@ def study(
     return outcome
 
 
-class StudyFile:
-    """study.json: the settings and the cells that are finished; complete after every cell."""
+class StudyFile(CellFile):
+    """study.json."""
+
+    what = "study"
+    names = (*CellFile.names, "measured_seconds")
 
     def __init__(self, path: Path, settings: Settings) -> None:
-        self.path = path
-        self.settings = asdict(settings)
-        self.metric = ""
         self.measured_seconds: dict[str, float] = {}
-        self.cells: dict[str, Row] = {}
-        if not path.exists():
-            return
-        try:
-            kept = json.loads(path.read_text("utf-8"))
-            before, self.metric = kept["settings"], kept["metric"]
-            self.measured_seconds, self.cells = kept["measured_seconds"], kept["cells"]
-        except (ValueError, KeyError, TypeError):
-            raise UsageError(f"{path} is no study of this version: give another folder with --to") from None
-        names = sorted(name for name in before.keys() | self.settings if before.get(name) != self.settings.get(name))
-        if names:
-            differ = ", ".join(f"{name} was {before.get(name)!r}, now {self.settings.get(name)!r}" for name in names)
-            raise UsageError(f"{path} holds a study with other settings: {differ}. Give another folder with --to")
-
-    def write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".new")
-        beside.write_text(json.dumps({name: v for name, v in vars(self).items() if name != "path"}, indent=1), "utf-8")
-        os.replace(beside, self.path)
-
-
-class _Watcher(Nobody):
-    """Of a run, its final model's metrics and how far it is."""
-
-    def __init__(self, task: Task, seed: int, fraction: Callable[[float], None], steps: int) -> None:
-        self._task, self._fraction, self._steps = task, fraction, steps
-        self._model = build_model(task, seed)
-        self._vector = Vector(self._model)
-        self.metrics: dict[str, float] = {}
-
-    def meter(self, meter: Meter, now: float) -> None:
-        if meter.node == "worker-0":
-            self._fraction(min(1.0, meter.steps / self._steps))
-
-    def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
-        if effect.final:
-            self._vector.weights.copy_(weights)
-            self.metrics = self.measure()
-
-    def measure(self) -> dict[str, float]:
-        """What the task says of its model; smaller values are taken for better."""
-        try:
-            metrics = {name: float(value) for name, value in self._task.evaluate(self._model).items()}
-        except Exception as error:
-            raise TaskError(f"evaluate() failed: {describe_error(self._task, error)}") from error
-        if not metrics:
-            raise UsageError(
-                f"evaluate() of task {self._task.name} returns no metrics: a study needs one, such as error"
-            )
-        return metrics
+        super().__init__(path, asdict(settings))
 
 
 def _run_cells(
@@ -295,7 +231,7 @@ def _run_cells(
     console: Console | None,
 ) -> None:
     load = lru_cache(maxsize=1)(settings.load)
-    show = _Show(total, total - len(todo), console)
+    show = Show(total, total - len(todo), console)
     with show:
         # Whatever is wrong with the task comes up here: an error in a cell is then one of that configuration.
         check_task(load(todo[-1].mu), load(todo[-1].mu).train_data(), max(cell.learners for cell in todo))
@@ -304,11 +240,10 @@ def _run_cells(
             show.now(f"timing gradients of mini-batch {mu}")
             plan = RunPlan.make(load(mu), settings.server(0), settings.sim(1, 1.0), settings.request, None)
             known = given is not None or str(mu) in file.measured_seconds
-            wall_seconds[mu] = _gradient_seconds(plan, 0.0 if known else TIMING_SECONDS)
+            wall_seconds[mu] = gradient_seconds(plan, 0.0 if known else TIMING_SECONDS)
             if given is None:
                 file.measured_seconds.setdefault(str(mu), wall_seconds[mu])
-        metrics = _Watcher(load(todo[0].mu), settings.seed, lambda fraction: None, 1).measure()
-        file.metric = file.metric or ("error" if "error" in metrics else next(iter(metrics)))
+        file.metric = file.metric or metric_of(Watcher(plan).measure())
         show.work = {cell: (wall_seconds[cell.mu] + SIMULATING_SECONDS) / cell.mu for cell in todo}
         for cell in todo:
             show.now(str(cell), cell)
@@ -318,25 +253,8 @@ def _run_cells(
             )
             file.write()
             show.done(
-                cell, f"{file.metric} {_figure(result['error'])} after {result['seconds'] or math.nan:.4g} s (virtual)"
+                cell, f"{file.metric} {figure(result['error'])} after {result['seconds'] or math.nan:.4g} s (virtual)"
             )
-
-
-def _gradient_seconds(plan: RunPlan, seconds: float) -> float:
-    """The median time of a gradient, on one thread as in the simulator."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        replica = plan.build(next(node for node in plan.nodes if node.computes))[1]
-        replica.compute(False)  # the first one warms up
-        taken: list[float] = []
-        while len(taken) < 3 or sum(taken) < seconds:
-            begun = time.perf_counter()
-            replica.compute(False)
-            taken.append(time.perf_counter() - begun)
-    finally:
-        torch.set_num_threads(threads)
-    return statistics.median(taken)
 
 
 def _simulate(
@@ -344,64 +262,7 @@ def _simulate(
 ) -> Row:
     on = settings.sim(cell.learners, step_seconds)
     plan = RunPlan.make(task, settings.server(cell.n), on, settings.request, None)
-    watcher = _Watcher(task, settings.seed, fraction, plan.steps)
-    result: Row = {"seconds": None, "error": None, "staleness": None, "steps": plan.steps, "failed": None}
-    try:
-        outcome = on.execute(plan, watcher)
-    except TaskError as failure:  # the task itself has been tried: with this learning rate it does not converge
-        return {**result, "failed": str(failure)}
-    counts = [(k, n) for meter in outcome.meters.values() for k, n in meter.staleness.items()]
-    error = watcher.metrics[metric]
-    return {
-        **result,
-        "seconds": outcome.seconds,
-        "error": error if math.isfinite(error) else None,
-        "staleness": sum(k * n for k, n in counts) / max(1, sum(n for _, n in counts)),
-        "failed": None if math.isfinite(error) else f"{metric} became {error}",
-    }
-
-
-class _Show:
-    """Progress over the whole study: a bar in a terminal, else a line for each cell."""
-
-    def __init__(self, total: int, finished: int, console: Console | None) -> None:
-        console = console or Console(stderr=True, force_interactive=None if sys.stderr.isatty() else False)
-        self._console, self._total, self._finished = console, total, finished
-        columns = (
-            BarColumn(30),
-            TextColumn("{task.description}", markup=False),
-            TimeRemainingColumn(),
-            TextColumn("left"),
-        )
-        self._bar = Progress(*columns, console=console, speed_estimate_period=300, redirect_stdout=False)
-        self._line = self._bar.add_task("", total=None)
-        self._shown: AbstractContextManager[Any] = self._bar if console.is_interactive else nullcontext()
-        self._before = self._share = self._begun = 0.0
-        self.work: dict[Cell, float] = {}
-
-    def __enter__(self) -> None:
-        self._shown.__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        self._shown.__exit__(*exception)
-
-    def now(self, what: str, cell: Cell | None = None) -> None:
-        if cell is not None:
-            self._begun = self._begun or time.monotonic()
-            self._share = self.work[cell] / sum(self.work.values())
-        self._bar.update(self._line, description=f"{self._finished}/{self._total}  {what}", total=1.0 if cell else None)
-
-    def fraction(self, fraction: float) -> None:
-        self._bar.update(self._line, completed=self._before + fraction * self._share)
-
-    def done(self, cell: Cell, text: str) -> None:
-        self._finished += 1
-        self._before += self._share
-        self.fraction(0.0)
-        if not self._console.is_interactive:
-            left = (time.monotonic() - self._begun) * (1 - self._before) / self._before
-            line = f"{self._finished}/{self._total}  {cell}: {text}; about {left:.0f} s left"
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return run_cell(plan, on, Watcher(plan, fraction), metric)
 
 
 # ---- what the cells tell --------------------------------------------------------------------------------------------
@@ -493,10 +354,6 @@ def _name(row: Row) -> str:
     return f"{row['protocol']} mu={row['mu']} lambda={row['lambda']}"
 
 
-def _figure(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
-
-
 def table(outcome: Row) -> Table:
     """The rows, for a terminal."""
     result = Table(box=SIMPLE_HEAD, title=f"{outcome['task']}, simulated", title_style="bold", title_justify="left")
@@ -505,8 +362,8 @@ def table(outcome: Row) -> Table:
         result.add_column(heading, justify="left" if heading == "protocol" else "right")
     for row in outcome["rows"]:
         counts = (str(row[name]) for name in ("mu", "lambda", "mu_lambda"))
-        error = "diverged" if row["failed"] else _figure(row["error"])
-        result.add_row(row["protocol"], *counts, _figure(row["seconds"]), error, _figure(row["staleness"]))
+        error = "diverged" if row["failed"] else figure(row["error"])
+        result.add_row(row["protocol"], *counts, figure(row["seconds"]), error, figure(row["staleness"]))
     remarks = ["With lambda=1 all protocols are the same: run once, as hard."]
     remarks = remarks if any(row["lambda"] == 1 for row in outcome["rows"]) else []
     remarks += [f"Smaller {outcome['metric']} is taken for better."] if outcome["metric"] != "error" else []

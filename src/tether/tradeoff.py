@@ -1,21 +1,23 @@
-"""The picture of a study: error against time, as in figures 6 and 7 of the Rudra paper."""
+"""The pictures of grids of runs: a study, as in figures 6 and 7 of the Rudra paper, and a search for alpha."""
 
 from __future__ import annotations
 
 import io
 import math
 from itertools import pairwise, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib import colormaps, style
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure, FigureBase
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from tether.plots import STYLE
+from tether.cells import Row
+from tether.plots import STYLE, WIDTH_INCHES, saved
 
-Row = dict[str, Any]
+if TYPE_CHECKING:
+    from tether.tune import Tuning
 
 
 def tradeoff_png(outcome: Row, curves: dict[str, list[Row]]) -> bytes:
@@ -59,9 +61,7 @@ def tradeoff_png(outcome: Row, curves: dict[str, list[Row]]) -> bytes:
             first.set_yscale("log")
         for axis in (first.xaxis, first.yaxis):
             if axis.get_scale() == "log":
-                axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
-                axis.set_major_formatter(lambda value, _: f"{value:g}")
-                axis.set_minor_formatter(NullFormatter())
+                _plain_log(axis)
         for axes in grid[-1]:
             axes.set_xlabel("seconds (virtual)")
         for axes in grid[:, 0]:
@@ -74,6 +74,70 @@ def tradeoff_png(outcome: Row, curves: dict[str, list[Row]]) -> bytes:
         data = io.BytesIO()
         figure.savefig(data, format="png")
     return data.getvalue()
+
+
+def alpha_png(tuning: Tuning) -> bytes:
+    """The metric over alpha, with the corridor, and beside it the metric of every run over time."""
+    scale = 100 if tuning.percent else 1
+    label = f"{tuning.metric} in %" if tuning.percent else tuning.metric
+    points = [point for point in tuning.points if point.value is not None]
+    ends = {point.alpha: scale * point.value for point in points if point.value is not None}
+    best, corridor = tuning.best, tuning.corridor
+    colours = {
+        point.alpha: colormaps["viridis"](0.92 * i / max(1, len(tuning.points) - 1))
+        for i, point in enumerate(tuning.points)
+    }
+
+    def draw(figure: FigureBase) -> None:
+        over_alpha, over_time = figure.subplots(1, 2, width_ratios=(1, 1))
+        over_alpha.set_xscale("log")
+        low, high = tuning.points[0].alpha, tuning.points[-1].alpha
+        over_alpha.set_xlim(low * (low / high) ** 0.06, high * (high / low) ** 0.06)
+        _plain_log(over_alpha.xaxis)
+        if best is not None:
+            first, last = corridor[0].alpha, corridor[-1].alpha
+            room = (high / low) ** 0.012  # so that a corridor of one value is seen
+            over_alpha.axvspan(first / room, last * room, color="#009e73", alpha=0.13, lw=0, label="corridor")
+            over_alpha.axhline(scale * tuning.limit, color="#1f2933", ls=":", lw=1.0, label=tuning.limit_text)
+        over_alpha.plot(list(ends), list(ends.values()), color="#9aa5b1", zorder=2)
+        for alpha, end in ends.items():
+            over_alpha.plot(alpha, end, "o", ms=6, color=colours[alpha], zorder=3)
+        if best is not None:
+            look: Row = {"ms": 12, "mfc": "none", "mec": "#d55e00", "mew": 1.6, "zorder": 4}
+            over_alpha.plot(best.alpha, ends[best.alpha], "o", label=f"\u03b1 = {best.alpha:g}, the best", **look)
+        failed = [point.alpha for point in tuning.points if point.value is None]
+        top = over_alpha.get_xaxis_transform()
+        if failed:
+            over_alpha.plot(
+                failed, [0.96] * len(failed), "x", ms=8, mew=2, color="#d55e00", transform=top, label="diverged"
+            )
+        over_alpha.set(xlabel="\u03b1", ylabel=label)
+        over_alpha.set_title("at the end of each run", loc="left", fontsize=10.5, fontweight="bold")
+        values = [value for point in points for _, value in point.curve]
+        for point in points:
+            chosen = point in corridor
+            times, curve = [at for at, _ in point.curve], [scale * value for _, value in point.curve]
+            width = {"lw": 2.0 if chosen else 1.0, "ls": "-" if chosen else "--"}
+            over_time.plot(times, curve, color=colours[point.alpha], label=f"{point.alpha:g}", **width)
+        if values and 0 < 10 * min(values) < max(values):
+            over_time.set_yscale("log")
+            _plain_log(over_time.yaxis)
+        over_time.set(xlabel="seconds (virtual)" if tuning.virtual else "seconds", ylabel=label)
+        over_time.set_title("over time; solid: in the corridor", loc="left", fontsize=10.5, fontweight="bold")
+        if points:
+            over_time.legend(title="\u03b1", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+        over_alpha.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4)
+        heading = f"{tuning.task}: {tuning.metric} over \u03b1 of {tuning.protocol.name}"
+        figure.suptitle(heading, x=0.01, ha="left", fontsize=14, fontweight="bold")
+
+    return saved(draw, WIDTH_INCHES, 4.9, "png")
+
+
+def _plain_log(axis: Any) -> None:
+    """Numbers at 1, 2 and 5, as people write them."""
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(NullFormatter())
 
 
 def _scaled(row: Row, percent: bool) -> float:
