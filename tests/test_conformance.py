@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tether import Averaging, Local, Server, Sim, Single
+from tether import Averaging, Elastic, Local, Mpca, Server, Sim, Single
 from tether.machine import Message
-from tether.protocols import Options, known
+from tether.protocols import Options, known, mpca
 from tether.protocols.averaging import Effort, Joint
+from tether.protocols.elastic import Ask, Centre, Difference
 from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
 from tether.testing import Blobs, check_messages, check_protocol, check_runtime, largest_difference, train_quietly
 
@@ -29,6 +30,13 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Got(3),
     ],
     Averaging: [Joint(1, 5, torch.arange(3.0)), Effort(None, 0.1), Effort(0.2, 0.1)],
+    Elastic: [
+        Ask(first=True),
+        Ask(),
+        Centre(torch.arange(3.0), 0.1, 7),
+        Difference(torch.ones(2), torch.zeros(1), 7, 112, 0.1, 0.05),
+    ],
+    Mpca: [mpca.Projected(2, 7, 0.05, torch.arange(3.0))],
 }
 
 

@@ -117,7 +117,7 @@ def test_the_trace_opens_as_json_and_shows_every_node(tmp_path: Path) -> None:
     assert names == {"hub", "worker-0", "worker-1"}
     spans = [event for event in events if event["ph"] == "X"]
     assert {"gradient", "wait"} <= {span["name"] for span in spans}
-    assert any(span["name"].startswith("broadcast of joint") for span in spans)
+    assert any(span["name"].startswith("broadcast of round") for span in spans)
     assert all(span["dur"] >= 0 for span in spans)
 
 

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from tether import Faults, Server, Sim
+from tether import Averaging, Elastic, Faults, Mpca, Server, Sim, Single
 from tether.machine import Effect, Event, Message, Node, Replica, Snapshot
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
@@ -26,16 +26,22 @@ from tether.swarm import Nobody
 from tether.task import SyntheticTask
 
 FOLDER = Path(__file__).parent / "transcripts"
-#: of the server's variants, those that show what is typical of the others; so many steps can be read
-SERVERS = {
+#: of each protocol's variants, those that show what is typical of the others; so many steps can be read
+VARIANTS: dict[Options, int] = {
+    Single(): 5,
     Server(sync="hard"): 5,
     Server(sync="soft"): 3,
     Server(sync="async", topology="tree", fan_out=2, overlap=True): 2,
+    Averaging(tau=1): 5,
+    Averaging(tau=4): 5,
+    Averaging(): 5,
+    Elastic(tau=2): 5,
+    Elastic(tau=4, exchangers=1): 9,
+    Mpca(phases=1): 4,
+    Mpca(phases=2): 2,
 }
-VARIANTS = [options for cls in known().values() for options in (SERVERS if cls is Server else cls.variants())]
 LINES_MAX = 60
 WIDTH = 120
-STEPS = 5
 
 
 class Transcript(RunPlan):
@@ -95,9 +101,10 @@ def told_field(field: msgspec.structs.FieldInfo, value: Any) -> str:
 
 
 def file_of(options: Options) -> Path:
-    """Named after the first setting and those that are not as usual."""
+    """Named after the protocol's first setting and those that are not as usual."""
     fields = dataclasses.fields(options)
-    told = [field for field in fields if field is fields[0] or getattr(options, field.name) != field.default]
+    first = [field for field in fields if not field.kw_only][:1]
+    told = [field for field in fields if field in first or getattr(options, field.name) != field.default]
     settings = [f"{field.name} {getattr(options, field.name)}" for field in told]
     return FOLDER / (re.sub(r"\W+", "-", " ".join([options.name, *settings])) + ".txt")
 
@@ -105,7 +112,7 @@ def file_of(options: Options) -> Path:
 def transcript(options: Options) -> str:
     """Two workers, of which one dies after its second gradient, in the shortest after its first; one alone lives on."""
     workers = min(2, options.workers_max or 2)
-    steps = SERVERS.get(options, STEPS) if isinstance(options, Server) else STEPS
+    steps = VARIANTS[options]
     last, ordinal = (2, "second") if steps > 2 else (1, "first")
     faults = Faults().crash("worker-1", step=last) if workers > 1 else Faults()
     sim = Sim(workers=workers, link="100kbit", step_seconds=0.1, faults=faults, detect_seconds=0.05)
@@ -132,6 +139,10 @@ def test_a_protocol_says_what_its_transcript_says(options: Options, pytestconfig
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_a_transcript_is_short_enough_to_be_read(options: Options) -> None:
     assert len(transcript(options).splitlines()) < LINES_MAX
+
+
+def test_every_protocol_has_a_transcript() -> None:
+    assert {type(options) for options in VARIANTS} == set(known().values())
 
 
 def test_every_transcript_belongs_to_a_variant() -> None:
