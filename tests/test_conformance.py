@@ -34,7 +34,7 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Ask(first=True),
         Ask(),
         Centre(torch.arange(3.0), 0.1, 7),
-        Difference(torch.ones(2), torch.zeros(1), 7, 112, 0.1, 0.05),
+        Difference(torch.ones(2), torch.zeros(1), 7, 112, 0.1, 0.05, 0.0),
     ],
     Mpca: [mpca.Projected(2, 7, 0.05, torch.arange(3.0))],
 }

@@ -6,17 +6,19 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from tether import comparison, tasks
 from tether.errors import unknown
 from tether.learner import build_model
 from tether.plan import Request
 from tether.progress import make_progress
-from tether.protocols import Averaging, Options, Server, Single
+from tether.protocols import Averaging, Mpca, Options, Server, Single
 from tether.run import run
 from tether.runtimes.base import Outcome
 from tether.runtimes.local import Local
@@ -27,18 +29,19 @@ from tether.task import Batches, SyntheticTask, Task
 Report = dict[str, Any]
 
 
-def overhead(task: Task, steps: int = 1500, rounds: int = 7) -> Report:
+def overhead(task: str = "fashion", data: Path | None = None, steps: int = 1500, rounds: int = 7) -> Report:
     """One worker under `local` against a plain PyTorch loop over the same batches, in turns."""
-    data = task.train_data()
+    subject = tasks.load(task, data=data)
+    train_data = subject.train_data()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {"plain": [], "tether": []}
     try:
         for round_ in range(rounds + 1):
-            plain = _plain_loop(task, Batches(task, data, seed=0), steps)
+            plain = _plain_loop(subject, Batches(subject, train_data, seed=0), steps)
             with tempfile.TemporaryDirectory() as directory:
                 result = run(
-                    task,
+                    subject,
                     Single(),
                     Local(1),
                     steps=steps,
@@ -49,8 +52,8 @@ def overhead(task: Task, steps: int = 1500, rounds: int = 7) -> Report:
             if round_:  # the first round only warms up
                 taken["plain"].append(plain / steps)
                 taken["tether"].append(result.figures["seconds"] / steps)
-        loader = DataLoader(data, batch_size=task.batch_size, shuffle=True)
-        with_loader = _plain_loop(task, _endless(loader), steps) / steps
+        loader = DataLoader(train_data, batch_size=subject.batch_size, shuffle=True)
+        with_loader = _plain_loop(subject, _endless(loader), steps) / steps
     finally:
         torch.set_num_threads(threads)
     rows = [{"loop": name, "ms_per_step": 1e3 * statistics.median(seconds)} for name, seconds in taken.items()]
@@ -58,7 +61,7 @@ def overhead(task: Task, steps: int = 1500, rounds: int = 7) -> Report:
     in_turns = [ours / plain for ours, plain in zip(taken["tether"], taken["plain"], strict=True)]
     return {
         "bench": "overhead",
-        "task": task.name,
+        "task": subject.name,
         "steps": steps,
         "rounds": rounds,
         "rows": rows,
@@ -155,6 +158,32 @@ def rudra(steps: int = 700) -> Report:
     return {"bench": "rudra", "rows": rows, "ratios": ratios}
 
 
+def utilization(data: Path | None = None, workers: int = 4, steps: int = 1500, rounds: int = 5) -> Report:
+    """How much of their time workers in processes compute under mpca, against workers that exchange nothing."""
+    task = tasks.load("fashion", data=data)
+    alone = Averaging(tau=steps)  # one exchange, when all is over
+    shares: dict[str, list[float]] = {"alone": [], "mpca": []}
+    for round_ in range(rounds + 1):
+        for label, protocol in (("alone", alone), ("mpca", Mpca())):
+            with tempfile.TemporaryDirectory() as directory:
+                result = run(
+                    task,
+                    protocol,
+                    Local(workers),
+                    steps=steps,
+                    evaluate_every=1e9,
+                    run_dir=Path(directory) / "run",
+                    trace=False,
+                    progress=make_progress(quiet=True),
+                )
+            if round_:  # the first round only warms up
+                shares[label].append(result.figures["utilization"]["mean"])
+    rows = [{"workers": label, "utilization": statistics.median(share)} for label, share in shares.items()]
+    in_turns = [mpca / alone for mpca, alone in zip(shares["mpca"], shares["alone"], strict=True)]
+    ratios = {"mpca_over_alone": statistics.median(in_turns), "min": min(in_turns), "max": max(in_turns)}
+    return {"bench": "utilization", "rounds": rounds, "rows": rows, "ratios": ratios}
+
+
 def _simulated(protocol: Options, sim: Sim, steps: int) -> Outcome:
     task = SyntheticTask(parameters=16, rate=0.01)
     return simulate(Scenario(0, task, protocol, sim, Request(steps=steps, trace=False)))
@@ -164,9 +193,17 @@ def _staleness(outcome: Outcome) -> Counter[int]:
     return sum((Counter(meter.staleness) for meter in outcome.meters.values()), Counter())
 
 
-def named(name: str) -> Any:
-    """The benchmark of that name."""
-    known = {"overhead": overhead, "rudra": rudra, "sim": simulator}
+def named(name: str) -> Callable[..., Report]:
+    """The benchmark of that name; its arguments are the options that it has."""
+    known: dict[str, Callable[..., Report]] = {
+        "overhead": overhead,
+        "rudra": rudra,
+        "sim": simulator,
+        "mpca": comparison.mpca,
+        "scaling": comparison.scaling,
+        "table2": comparison.table2,
+        "utilization": utilization,
+    }
     if name not in known:
         raise unknown("benchmark", name, known)
     return known[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shlex
 import signal
@@ -40,7 +41,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON
 DataOption = Annotated[Path | None, typer.Option("--data", help="The task's data: a folder or file.")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="How many workers.")]
 EpochsOption = Annotated[
-    float | None, typer.Option(help="Passes over the data, by all workers together [the task's own].")
+    float | None,
+    typer.Option(help="Passes over the data, by all workers together; the task's own number unless given."),
 ]
 SetOption = Annotated[
     list[str] | None,
@@ -199,14 +201,25 @@ def swarm_(
 
 @app.command("bench")
 def bench_(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="overhead, rudra or sim.")],
-    task: Annotated[str, typer.Option(help="overhead: the task.")] = "fashion",
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="mpca, overhead, rudra, scaling, sim, table2 or utilization.")
+    ],
+    task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,
     data: DataOption = None,
+    workload: Annotated[str | None, typer.Option(help="table2: one of its workloads; all three unless given.")] = None,
+    seeds: Annotated[
+        int | None,
+        typer.Option(help="mpca, scaling, table2: runs of each, of which the median counts; 3 unless given."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure something, as ratios."""
     measure = bench.named(name)
-    outcome = measure(tasks.load(task, data=data)) if name == "overhead" else measure()
+    given = {"task": task, "data": data, "workload": workload, "seeds": seeds}
+    options = {option: value for option, value in given.items() if value is not None}
+    if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
+        raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")
+    outcome = measure(**options)
     if as_json:
         print(json.dumps(outcome))
         return
@@ -231,7 +244,9 @@ def study_(
     latency: Annotated[str, typer.Option(help="Latency of the network.")] = "0.2ms",
     step_seconds: Annotated[
         str | None,
-        typer.Option(help="How long a gradient takes: 0.05, or by mini-batch 4=0.01,128=0.05 [measured here]."),
+        typer.Option(
+            help="How long a gradient takes: 0.05, or by mini-batch 4=0.01,128=0.05; measured here unless given."
+        ),
     ] = None,
     model_bytes: Annotated[str | None, typer.Option(help="Price the model as one of this size.")] = None,
     data: DataOption = None,
@@ -241,7 +256,7 @@ def study_(
     ] = None,
     seed: SeedOption = 0,
     reference_batch: Annotated[
-        int | None, typer.Option(help="The batch that the learning rate was chosen for [the task's own].")
+        int | None, typer.Option(help="The batch that the learning rate was chosen for; the task's own unless given.")
     ] = None,
     to: Annotated[Path, typer.Option(help="Where results and picture go; what is finished there is kept.")] = Path(
         "study"

@@ -251,14 +251,19 @@ class Snapshot(msgspec.Struct, frozen=True):
     start: int
     stop: int | None
     loose: bool = False
+    less: Tensor | None = None
+
+    def take(self, weights: Tensor) -> Tensor:
+        part = weights[self.start : self.stop]
+        return part.clone() if self.less is None else part - self.less
 
 
-def snapshot(start: int = 0, stop: int | None = None, *, loose: bool = False) -> Tensor:
-    """Stands for `weights[start:stop]` at the moment the effect that holds it is performed.
+def snapshot(start: int = 0, stop: int | None = None, *, loose: bool = False, less: Tensor | None = None) -> Tensor:
+    """Stands for `weights[start:stop]`, less something, at the moment the effect that holds it is performed.
 
     A message with a loose one may be overtaken by later ones.
     """
-    return cast(Tensor, Snapshot(start, stop, loose))
+    return cast(Tensor, Snapshot(start, stop, loose, less))
 
 
 # ---- machines and where they sit ------------------------------------------------------------------------------------

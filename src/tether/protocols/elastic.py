@@ -1,7 +1,8 @@
 """Elastic averaging: EASGD (MPCA SGD, section 3.2), with the rules of DeepSpark (sections 3.4 to 3.6).
 
-The hub holds the centre. A worker steps by itself; after tau steps it asks for the centre c, stands still until it has
-it, and takes the difference of its own vector x to it. Each then moves towards the other (equations 2 and 3; 4):
+The hub holds the centre. A worker steps by itself; after tau steps it takes the difference of its own vector x to the
+centre c, which it has asked for, and stands still until it has it. Each then moves towards the other (equations 2 and
+3; 4):
 
     x <- x - alpha * (x - c)        at the worker, at once
     c <- c + alpha' * (x - c)       at the hub, when the difference has come back
@@ -10,12 +11,15 @@ The difference travels while the worker goes on. Meanwhile others may have moved
 difference to the centre as it is then. With equal rates the sum of worker and centre is kept, whatever comes between.
 Momentum in the worker's optimizer makes it EAMSGD.
 
+Asking ahead: a worker that knows how long its last request took asks so much earlier, so that the centre is there when
+the tau steps are made. The papers' workers ask after the last step.
+
 Rates: alpha is 0.9/K for K workers present unless given, and alpha' is alpha (elastic symmetry). Both decay by a factor
 at every so many steps (DeepSpark, equation 5), or the hub's alone does (equation 6). The hub tells a worker its rate
 with the centre and remembers its own for the difference that will come.
 
 tau "auto": a hub with one link serves K workers one after the other, so tau steps must last as long as K downloads
-(MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the workers' latest waits
+(MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the latest answers
 measures a download that had the link for itself.
 
 The exchanger: the hub lets so many workers exchange at a time, from its answer until the difference is back; further
@@ -29,8 +33,8 @@ The hub counts the steps of every difference it takes. Near the end it hands out
 A worker that dies gives its place up; its difference has come whole or not at all, so the centre is whole. One that
 comes begins with the centre.
 
-Invariants: a worker asks at most once at a time and computes only when it has not; no more workers exchange than the
-exchanger has places; nobody waits while a place is free.
+Invariants: a worker asks once for every exchange; no more workers exchange than the exchanger has places; nobody waits
+while a place is free.
 """
 
 from __future__ import annotations
@@ -95,6 +99,8 @@ class Difference(Message, frozen=True):
     steps: int
     samples: int
     step_seconds: float
+    #: from asking for the centre to having it, and how much of that it stood still
+    answer_seconds: float
     wait_seconds: float
 
 
@@ -111,6 +117,7 @@ class Elastic(Options):
     decay_every: int | None = option(None, "steps of each worker between two decays")
     decay_limit: int | None = option(None, "decay at most so often; none: for ever")
     decays: Literal["both", "master"] = option("both", "which rates decay: both, or the centre's (equation 6)")
+    ahead: bool = option(True, "ask for the centre so early that it is there when it is needed")
     exchangers: int = option(8, "how many workers exchange at a time; further ones wait in a queue")
 
     name = "elastic"
@@ -143,7 +150,7 @@ class Elastic(Options):
         return (
             cls(),
             cls(tau=1, alpha=0.3),
-            cls(tau=4, exchangers=1),
+            cls(tau=4, ahead=False, exchangers=1),
             cls(tau=3, decay=0.8, decay_every=10, decay_limit=2),
             cls(tau=5, alpha=0.4, master_alpha=0.3, decay=0.7, decay_every=15, decays="master"),
         )
@@ -153,7 +160,7 @@ class Elastic(Options):
         return self.exchangers
 
     def machine(self, seat: Seat) -> Machine:
-        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat)
+        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat, self.ahead)
 
     def rates(self, workers: int, step: int) -> tuple[float, float]:
         """The worker's and the centre's rate at a step."""
@@ -203,7 +210,7 @@ class ElasticHub:
         self._open: dict[str, _Exchange] = {}
         #: steps that each worker is making, or has made and not told of yet
         self._issued: dict[str, int] = {}
-        #: what each worker's latest exchange took: its wait and its mean step
+        #: what each worker's latest exchange took: the answer and its mean step
         self._efforts: dict[str, tuple[float, float]] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -251,7 +258,7 @@ class ElasticHub:
     def _take(self, worker: str, difference: Difference, now: float) -> list[Effect]:
         exchange = self._open.pop(worker)
         self.exchanges += 1
-        self._efforts[worker] = difference.wait_seconds, difference.step_seconds
+        self._efforts[worker] = difference.answer_seconds, difference.step_seconds
         if self._auto:
             self.tau = self._choose_tau()
         row = Record(
@@ -262,6 +269,7 @@ class ElasticHub:
                 "master_alpha": exchange.master_alpha,
                 "queue": exchange.request.ahead,
                 "queue_seconds": exchange.granted_at - exchange.request.since,
+                "answer_seconds": difference.answer_seconds,
                 "wait_seconds": difference.wait_seconds,
                 "workers": len(self.present),
             }
@@ -277,7 +285,7 @@ class ElasticHub:
         return moves if self.pace.over else moves + self._serve(now)
 
     def _choose_tau(self) -> int:
-        download = min(wait for wait, _ in self._efforts.values())
+        download = min(answer for answer, _ in self._efforts.values())
         step = statistics.median(step for _, step in self._efforts.values())
         return max(1, math.ceil(ROOM * len(self.present) * download / step)) if step > 0 else self.tau
 
@@ -297,14 +305,19 @@ class ElasticHub:
 class ElasticWorker:
     """Steps by itself and exchanges with the centre after every tau steps."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, ahead: bool) -> None:
         self.seat = seat
+        self.ahead = ahead
         self.tau = 0
         self.steps = 0
         self.samples = 0
-        self.asking = False
-        self._compute_seconds = 0.0
+        self.asked = False
+        self._centre: Centre | None = None
+        self._step_seconds = 0.0
         self._asked_at = 0.0
+        #: how long the last request took, and since when the worker stands still
+        self._answer_seconds = 0.0
+        self._idle_since = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
@@ -313,34 +326,58 @@ class ElasticWorker:
             case GradientReady(samples=samples, seconds=seconds):
                 self.steps += 1
                 self.samples += samples
-                self._compute_seconds += seconds
-                return [Step(), Compute()] if self.steps < self.tau else [Step(), *self._ask(now)]
+                self._step_seconds += (seconds - self._step_seconds) / self.steps
+                self._idle_since = now
+                return [Step(), *self._go_on(now)]
             case Received(message=Centre() as centre):
-                return self._take(centre, now)
+                self._answer_seconds = now - self._asked_at
+                self._centre = centre
+                if not self.tau:
+                    self._take_up(centre)
+                    return [Install(centre.values), Compute(), *self._ask_in_time(now)]
+                return self._go_on(now) if self.steps == self.tau else []
         return []
 
+    def _go_on(self, now: float) -> list[Effect]:
+        """At the end of a step, or when the centre that was waited for has come."""
+        if self.steps < self.tau:
+            return [*self._ask_in_time(now), Compute()]
+        if self._centre is None:
+            return self._ask_in_time(now)
+        exchange = self._exchange(self._centre, now - self._idle_since)
+        self._take_up(self._centre)
+        return [*exchange, *self._ask_in_time(now), Compute()]
+
+    def _ask_in_time(self, now: float) -> list[Effect]:
+        """Ask if the answer would otherwise come after the last step, as far as the last one tells."""
+        left = (self.tau - self.steps) * self._step_seconds
+        late = left < self._answer_seconds + self._step_seconds if self.ahead else self.steps == self.tau
+        return self._ask(now) if late and not self.asked else []
+
     def _ask(self, now: float, first: bool = False) -> list[Effect]:
-        self.asking = True
+        self.asked = True
         self._asked_at = now
         return [Send("hub", Ask(first))]
 
-    def _take(self, centre: Centre, now: float) -> list[Effect]:
-        self.asking = False
-        self.tau = centre.tau
-        if self.steps == 0:
-            return [Install(centre.values), Compute()]
+    def _exchange(self, centre: Centre, wait_seconds: float) -> list[Effect]:
         parameters = self.seat.parameter_count
         difference = Difference(
-            self.seat.weights[:parameters] - centre.values[:parameters],
+            snapshot(0, parameters, less=centre.values[:parameters]),
             snapshot(parameters),
             self.steps,
             self.samples,
-            self._compute_seconds / self.steps,
-            now - self._asked_at,
+            self._step_seconds,
+            self._answer_seconds,
+            wait_seconds,
         )
-        self.steps, self.samples, self._compute_seconds = 0, 0, 0.0
-        return [Send("hub", difference), Blend(centre.values, centre.alpha), Compute()]
+        return [Send("hub", difference), Blend(centre.values, centre.alpha)]
+
+    def _take_up(self, centre: Centre) -> None:
+        self.tau, self._centre, self.asked = centre.tau, None, False
+        self.steps = self.samples = 0
 
     def check(self) -> None:
-        if self.asking and 0 < self.steps < self.tau:
-            raise InvariantBroken(f"asked after {self.steps} of {self.tau} steps")
+        if self.steps > self.tau:
+            raise InvariantBroken(f"{self.steps} steps without an exchange; tau is {self.tau}")
+        if self._centre is not None and not self.asked:
+            raise InvariantBroken("a centre came that was not asked for")

@@ -146,7 +146,7 @@ class Interpreter:
         self._idle_since: float | None = None
         self._reducing: dict[str, float] = {}
         #: copies taken since the weights last changed: equal snapshots share one
-        self._snapshots: dict[Snapshot, Tensor] = {}
+        self._snapshots: dict[tuple[int, int | None], Tensor] = {}
 
     def feed(self, event: Event) -> None:
         """Take in one event, and whatever follows from it at once."""
@@ -253,15 +253,16 @@ class Interpreter:
                 self.host.finish(reason, self.replica.weights)
         return []
 
-    def _resolve(self, struct: _Struct, known: dict[Snapshot, Tensor]) -> _Struct:
+    def _resolve(self, struct: _Struct, known: dict[tuple[int, int | None], Tensor]) -> _Struct:
         """The message with its snapshots taken, those that are `known` not again."""
         taken = {}
         for name in struct.__struct_fields__:
             value = getattr(struct, name)
             if isinstance(value, Snapshot):
-                if value not in known:
-                    known[value] = self.replica.weights[value.start : value.stop].clone()
-                taken[name] = known[value]
+                key = value.start, value.stop
+                taken[name] = known[key] if key in known and value.less is None else value.take(self.replica.weights)
+                if value.less is None:
+                    known[key] = taken[name]
         return msgspec.structs.replace(struct, **taken) if taken else struct
 
     def _send(self, to: str, message: Message) -> None:

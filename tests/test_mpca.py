@@ -1,0 +1,696 @@
+"""MPCA SGD as its paper tells it: the equations, the cycles of the shards, workers that never stop, and deaths."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections import deque
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tether import Faults, Mpca, Sim, StepTime
+from tether.errors import UsageError
+from tether.machine import (
+    Blend,
+    Broadcast,
+    Broadcasted,
+    Checkpoint,
+    Compute,
+    Effect,
+    Event,
+    GradientReady,
+    Install,
+    Machine,
+    PeerJoined,
+    PeerLost,
+    Record,
+    Reduce,
+    Reduced,
+    Schedule,
+    Seat,
+    Snapshot,
+    Started,
+    Step,
+    StopRequested,
+)
+from tether.plan import Request, RunPlan
+from tether.progress import make_progress
+from tether.protocols.mpca import SHARDS_MAX, MpcaHub, MpcaWorker, Projected
+from tether.run import resume
+from tether.rundir import RunDirectory
+from tether.runtimes.base import Outcome
+from tether.swarm import Nobody
+from tether.task import SyntheticTask
+from tether.testing import Blobs, train_quietly
+
+FAR = 10**6
+#: so small that pulling by it changes nothing
+NOTHING = 1e-300
+
+
+def seat_of(
+    options: Mpca,
+    node: str,
+    vector: Tensor,
+    buffers: int = 0,
+    workers: int = 2,
+    restored: dict[str, Any] | None = None,
+    **goal: Any,
+) -> Seat:
+    nodes = options.nodes(workers)
+    place = next(candidate for candidate in nodes if candidate.name == node)
+    schedule = Schedule(**{"steps": FAR, "evaluate_every": FAR, **goal})
+    return Seat(place, nodes, vector, len(vector) - buffers, schedule, restored)
+
+
+def members_of(workers: int) -> tuple[str, ...]:
+    return ("hub", *(f"worker-{i}" for i in range(workers)))
+
+
+def of_kind(effects: list[Effect], kind: type) -> list[Any]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# ---- the equations, at the hub --------------------------------------------------------------------------------------
+
+
+class HubAlone:
+    """A hub that is told of reductions; what it installs and broadcasts is kept."""
+
+    def __init__(self, options: Mpca, parameters: int = 7, buffers: int = 0, **more: Any) -> None:
+        self.vector = numbers(1, parameters + buffers)
+        self.machine = MpcaHub(seat_of(options, "hub", self.vector, buffers, **more), options)
+        self.cut = options.cut(self.machine.seat)
+        self.cycles = list(self.machine.cycles)
+        self.sent: dict[int, Projected] = {}
+        self.installed: Install | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.feed(Started(members_of(len(self.machine.seat.workers))))
+
+    def feed(self, event: Event, now: float = 0.0) -> list[Effect]:
+        effects = self.machine.handle(event, now)
+        self.machine.check()
+        for effect in effects:
+            match effect:
+                case Install(values=values, start=start):
+                    self.installed = effect
+                    self.vector[start : start + len(values)] = values
+                case Broadcast(message=Projected() as projected):
+                    self.sent[projected.shard] = projected
+                case Record(values=row):
+                    self.rows.append(row)
+        return effects
+
+    def reduce(self, shard: int, locals_: Tensor, taus: tuple[int, ...], now: float = 0.0) -> list[Effect]:
+        """The workers' own shards, one row each, weighted as they weight them."""
+        weights = torch.tensor([float(tau) if self.machine.options.weighted else float(tau > 0) for tau in taus]).double()
+        names = members_of(len(taus))[1:]
+        total = (weights[:, None] * locals_).sum(0)
+        tag = f"shard {shard} {self.cycles[shard]}"
+        self.cycles[shard] += 1
+        return self.feed(Reduced(tag, total, float(weights.sum()), names, taus), now)
+
+
+@pytest.mark.parametrize("phases", [1, 2, 3])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_the_joint_model_follows_equations_4_5_8_and_9(phases: Any, weighted: bool) -> None:
+    options = Mpca(phases=phases, weighted=weighted, beta=0.6, gamma=0.7, delta=0.8, beta_cycles=4, gamma_cycles=3)
+    hub = HubAlone(options, parameters=8)
+    joint = hub.vector.clone()
+    velocity = torch.zeros(8, dtype=torch.float64)
+    for shard in range(phases):
+        assert torch.equal(hub.sent[shard].values, joint[hub.cut[shard]]), "the first broadcast is the model itself"
+    for cycle in range(8):
+        beta, gamma = 0.6 ** min(1, cycle / 4), 0.7 * min(1, cycle / 3)
+        for shard, part in enumerate(hub.cut):
+            taus = (1 + cycle, 3, 2 * shard)
+            locals_ = numbers(100 * cycle + shard, 3, part.stop - part.start)
+            mean = sum(tau * own for tau, own in zip(taus, locals_, strict=True)) / sum(taus)
+            if not weighted:
+                counted = [own for tau, own in zip(taus, locals_, strict=True) if tau]
+                mean = sum(counted) / len(counted)
+            before = joint[part].clone()
+            joint[part] = (1 - beta) * before + beta * mean
+            velocity[part] = 0.8 * velocity[part] + 0.2 * (joint[part] - before)
+            hub.reduce(shard, locals_, taus)
+            assert hub.installed is not None and hub.installed.start == part.start
+            assert torch.allclose(hub.installed.values, joint[part], rtol=0, atol=1e-12)
+            projected = joint[part] + gamma * velocity[part]
+            assert hub.sent[shard].cycle == cycle + 1
+            assert torch.allclose(hub.sent[shard].values, projected, rtol=0, atol=1e-12)
+    assert torch.allclose(hub.vector, joint, rtol=0, atol=1e-12)
+
+
+def test_a_row_tells_what_the_cycle_was_made_with() -> None:
+    options = Mpca(phases=1, alpha=0.1, alpha_start=0.4, free_steps=3, settle_steps=4, beta_cycles=4, gamma_cycles=2)
+    hub = HubAlone(options)
+    for cycle in range(5):
+        hub.reduce(0, numbers(cycle, 2, 7), (cycle + 1, 3), now=1.5 * cycle + 1)
+    assert [row["taus"] for row in hub.rows] == [[cycle + 1, 3] for cycle in range(5)]
+    assert [row["tau"] for row in hub.rows] == [(cycle + 4) / 2 for cycle in range(5)]
+    assert [row["cycle"] for row in hub.rows] == list(range(5))
+    assert [row["cycle_seconds"] for row in hub.rows] == [1.0, 1.5, 1.5, 1.5, 1.5]
+    assert [row["beta"] for row in hub.rows] == pytest.approx([0.9 ** (cycle / 4) for cycle in range(5)])
+    assert [row["gamma"] for row in hub.rows] == pytest.approx([0.0, 0.35, 0.7, 0.7, 0.7])
+    # two workers made 4, 9, 15, 22 and 30 gradients: steps 0, 2, 4, 7, 11 when the rows were written
+    assert [row["alpha"] for row in hub.rows] == pytest.approx([0.0, 0.0, 0.4 * 0.25 ** (1 / 4), 0.1, 0.1])
+    assert {row["workers"] for row in hub.rows} == {2}
+
+
+def test_buffers_are_a_shard_of_their_own_that_is_not_projected() -> None:
+    hub = HubAlone(Mpca(phases=2, beta_cycles=0, gamma_cycles=0), parameters=5, buffers=3)
+    assert hub.cut == [slice(0, 2), slice(2, 5), slice(5, 8)]
+    assert set(hub.sent) == {0, 1, 2}, "it does not count as a phase"
+    before = hub.vector[5:].clone()
+    mean = torch.tensor([1.0, 2.0, 3.0]).double()
+    for cycle in range(3):
+        hub.reduce(2, mean.repeat(2, 1), (2, 2))
+        before = 0.1 * before + 0.9 * mean
+        assert torch.allclose(hub.sent[2].values, before, atol=1e-12)
+        assert torch.equal(hub.sent[2].values, hub.vector[5:])
+        assert hub.sent[2].cycle == cycle + 1
+    hub.reduce(0, numbers(3, 2, 2), (2, 2))
+    assert not torch.allclose(hub.sent[0].values, hub.vector[:2]), "a shard of parameters is"
+
+
+def test_a_reduction_without_anybodys_steps_changes_nothing() -> None:
+    hub = HubAlone(Mpca(phases=1, beta_cycles=0, gamma_cycles=0))
+    hub.reduce(0, numbers(2, 2, 7), (1, 1))
+    before, sent = hub.vector.clone(), hub.sent[0]
+    hub.cycles[0] += 1
+    effects = hub.feed(Reduced("shard 0 1", None, 0.0, ()))
+    assert not of_kind(effects, Install) and not of_kind(effects, Record)
+    effects = hub.reduce(0, numbers(3, 2, 7), (0, 0))
+    assert not of_kind(effects, Install) and not of_kind(effects, Record)
+    assert torch.equal(hub.vector, before) and torch.equal(hub.sent[0].values, sent.values)
+    assert hub.sent[0].cycle == 3
+
+
+def test_a_gradient_counts_once_every_shard_has_been_reduced_after_it() -> None:
+    hub = HubAlone(Mpca(phases=3), parameters=6, buffers=1, batch_size=16)
+    pace = hub.machine.pace
+    for shard, taus in ((0, (4, 6)), (1, (5, 5)), (3, (9, 9)), (0, (3, 3))):
+        hub.reduce(shard, numbers(shard, 2, hub.cut[shard].stop - hub.cut[shard].start), taus)
+        assert pace.step == 0 and pace.samples == 0
+    hub.reduce(2, numbers(2, 2, 2), (6, 7))
+    assert (pace.step, pace.samples) == (5, 10 * 16), "shard 1 has 10 of the gradients"
+    hub.reduce(1, numbers(1, 2, 2), (9, 9))
+    assert (pace.step, pace.samples) == (6, 13 * 16), "shard 2 has 13"
+
+
+def test_checkpoints_keep_cycles_and_velocity() -> None:
+    options = Mpca(phases=2, beta_cycles=4, gamma_cycles=3)
+    hub = HubAlone(options, parameters=5, buffers=2)
+    for cycle, shard in itertools.product(range(2), range(3)):
+        hub.reduce(shard, numbers(cycle + 7 * shard, 2, hub.cut[shard].stop - hub.cut[shard].start), (1, 2))
+    (saved,) = of_kind(hub.feed(StopRequested("enough")), Checkpoint)
+    kept = {"cycles": list(saved.state["cycles"]), "velocity": saved.state["velocity"].clone()}
+    assert kept["cycles"] == [2, 2, 2]
+
+    again = HubAlone(options, parameters=5, buffers=2, restored=saved.state, workers=5)
+    assert [again.sent[shard].cycle for shard in range(3)] == [2, 2, 2]
+    part = again.cut[1]
+    before, own = again.vector[part].clone(), numbers(9, 1, 3)
+    again.reduce(1, own, (4,))
+    beta, gamma = 0.9 ** (2 / 4), 0.7 * 2 / 3
+    joint = (1 - beta) * before + beta * own[0]
+    velocity = 0.8 * kept["velocity"][part] + 0.2 * (joint - before)
+    assert torch.allclose(again.sent[1].values, joint + gamma * velocity, atol=1e-12)
+    assert kept["velocity"][part].abs().min() > 1e-3, "else the velocity would not show"
+    assert torch.equal(saved.state["velocity"], kept["velocity"]), "what was saved is not changed by who continues"
+
+
+# ---- the equations, at a worker -------------------------------------------------------------------------------------
+
+
+class WorkerAlone:
+    """A worker and its vector; it has been given all shards of `target`."""
+
+    def __init__(self, options: Mpca, parameters: int = 5, buffers: int = 2, alpha: float = 0.25) -> None:
+        self.vector = numbers(1, parameters + buffers)
+        self.target = numbers(2, parameters + buffers)
+        self.machine = MpcaWorker(seat_of(options, "worker-0", self.vector, buffers), options)
+        self.cut = options.cut(self.machine.seat)
+        self.contributions: list[tuple[str, float, int, Tensor]] = []
+        for shard in range(len(self.cut)):
+            assert not self.machine.running
+            self.effects = self.broadcast(shard, 0, alpha)
+
+    def broadcast(self, shard: int, cycle: int, alpha: float, values: Tensor | None = None) -> list[Effect]:
+        values = self.target[self.cut[shard]] if values is None else values
+        return self.feed(Broadcasted(f"shard {shard}", members_of(2), Projected(shard, cycle, alpha, values)))
+
+    def feed(self, event: Event) -> list[Effect]:
+        effects = self.machine.handle(event, 0.0)
+        self.machine.check()
+        for effect in effects:
+            match effect:
+                case Install(values=values, start=start):
+                    self.vector[start : start + len(values)] = values
+                case Blend(values=values, rate=rate, start=start):
+                    self.vector[start : start + len(values)].lerp_(values, rate)
+                case Step(gradient=gradient):
+                    own = torch.ones(self.machine.seat.parameter_count).double()
+                    self.vector[: self.machine.seat.parameter_count] -= own if gradient is None else gradient
+                case Reduce(tag=tag, values=Snapshot(start=start, stop=stop), weight=weight, steps=steps):
+                    self.contributions.append((tag, weight, steps, self.vector[start:stop].clone()))
+        return effects
+
+    def gradient(self) -> list[Effect]:
+        return self.feed(GradientReady(torch.ones(self.machine.seat.parameter_count).double(), 1.0, 16, 0.1))
+
+
+def test_a_worker_begins_with_the_joint_model_once_it_has_every_shard() -> None:
+    worker = WorkerAlone(Mpca(phases=3))
+    assert [type(effect) for effect in worker.effects] == [Reduce, Install, Compute]
+    assert torch.equal(worker.vector, worker.target)
+    assert [(weight, steps) for _, weight, steps, _ in worker.contributions] == [(0.0, 0)] * 4, "it holds nobody up"
+
+
+def test_a_worker_is_displaced_before_every_gradient() -> None:
+    """Equation 7, over the whole vector."""
+    worker = WorkerAlone(Mpca(phases=2), alpha=0.25)
+    expected = worker.target.clone()
+    for _ in range(3):
+        effects = worker.gradient()
+        expected[:5] -= 1.0
+        expected -= 0.25 * (expected - worker.target)
+        assert torch.allclose(worker.vector, expected, atol=1e-12)
+        assert isinstance(effects[0], Step) and effects[0].gradient is None and isinstance(effects[-1], Compute)
+    # the newest target of each shard, and the newest alpha for all of them
+    worker.target[2:5] = 7.0
+    worker.broadcast(1, 1, 0.5)
+    worker.gradient()
+    expected[:5] -= 1.0
+    expected -= 0.5 * (expected - worker.target)
+    assert torch.allclose(worker.vector, expected, atol=1e-12)
+
+
+def test_the_pull_may_be_a_part_of_the_gradient() -> None:
+    """Equation 6; buffers have no gradient."""
+    worker = WorkerAlone(Mpca(phases=2, penalty="gradient"), alpha=0.25)
+    worker.vector += numbers(5, 7)
+    expected = worker.vector.clone()
+    for _ in range(3):
+        effects = worker.gradient()
+        expected[:5] -= 1.0 + 0.25 * (expected[:5] - worker.target[:5])
+        assert torch.allclose(worker.vector, expected, atol=1e-12)
+        assert [type(effect) for effect in effects] == [Step, Compute]
+
+
+@pytest.mark.parametrize("penalty", ["displace", "gradient"])
+def test_without_alpha_nothing_pulls(penalty: Any) -> None:
+    worker = WorkerAlone(Mpca(penalty=penalty), alpha=0.0)
+    worker.vector += 1.0
+    expected = worker.vector.clone()
+    assert not of_kind(worker.gradient(), Blend)
+    expected[:5] -= 1.0
+    assert torch.equal(worker.vector, expected)
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_worker_weights_its_shard_by_the_steps_since_the_last_contribution(weighted: bool) -> None:
+    worker = WorkerAlone(Mpca(phases=2, weighted=weighted), buffers=0)
+    worker.contributions.clear()
+    for _ in range(3):
+        worker.gradient()
+    assert not worker.contributions
+    worker.broadcast(0, 1, 0.25)  # has made steps: contributes at once
+    worker.gradient()
+    worker.broadcast(1, 1, 0.25)
+    worker.broadcast(0, 2, 0.25)
+    assert [(tag, weight, steps) for tag, weight, steps, _ in worker.contributions] == [
+        ("shard 0 1", 3.0 if weighted else 1.0, 3),
+        ("shard 1 1", 4.0 if weighted else 1.0, 4),
+        ("shard 0 2", 1.0, 1),
+    ]
+
+
+def test_who_has_made_no_step_contributes_after_the_next_before_it_is_displaced() -> None:
+    worker = WorkerAlone(Mpca(phases=2), buffers=0)
+    worker.contributions.clear()
+    assert worker.broadcast(0, 1, 0.25) == []
+    assert worker.broadcast(1, 1, 0.25) == []
+    stepped = worker.vector - 1.0
+    effects = worker.gradient()
+    assert [type(effect) for effect in effects] == [Step, Reduce, Reduce, Blend, Blend, Compute]
+    assert [(tag, weight, steps) for tag, weight, steps, _ in worker.contributions] == [
+        ("shard 0 1", 1.0, 1),
+        ("shard 1 1", 1.0, 1),
+    ]
+    assert torch.equal(torch.cat([values for *_, values in worker.contributions]), stepped)
+
+
+# ---- schedules and settings -----------------------------------------------------------------------------------------
+
+
+def test_alpha_is_nothing_then_high_then_decays_by_a_constant_factor() -> None:
+    """Section 6.3."""
+    options = Mpca(alpha=0.05, alpha_start=0.5, free_steps=20, settle_steps=200)
+    assert [options.alpha_at(step) for step in (0, 10, 19)] == [0.0] * 3
+    assert options.alpha_at(20) == 0.5
+    falling = [options.alpha_at(step) for step in range(20, 221)]
+    assert all(b / a == pytest.approx(0.1 ** (1 / 200)) for a, b in itertools.pairwise(falling))
+    assert [options.alpha_at(step) for step in (220, 221, FAR)] == pytest.approx([0.05] * 3)
+    assert Mpca(free_steps=0, settle_steps=10).alpha_at(0) == 0.5
+    at_once = Mpca(alpha=0.05, free_steps=2, settle_steps=0)
+    assert [at_once.alpha_at(step) for step in range(4)] == [0.0, 0.0, 0.05, 0.05]
+    assert Mpca(free_steps=0, settle_steps=0).alpha_at(0) == 0.05
+    never_falls = Mpca(alpha=0.6, alpha_start=0.5, free_steps=1)
+    assert [never_falls.alpha_at(step) for step in (0, 1, 2, 300)] == [0.0, 0.6, 0.6, 0.6]
+
+
+def test_beta_falls_from_one_by_a_constant_factor() -> None:
+    """Section 4.5."""
+    options = Mpca(beta=0.5, beta_cycles=10)
+    falling = [options.beta_at(cycle) for cycle in range(11)]
+    assert falling[0] == 1.0 and falling[10] == 0.5
+    assert all(b / a == pytest.approx(0.5**0.1) for a, b in itertools.pairwise(falling))
+    assert options.beta_at(11) == options.beta_at(FAR) == 0.5
+    assert Mpca(beta=0.5, beta_cycles=0).beta_at(0) == 0.5
+    assert {Mpca(beta=1.0).beta_at(cycle) for cycle in range(40)} == {1.0}
+
+
+def test_gamma_grows_from_nothing_by_as_much_per_cycle() -> None:
+    """Section 4.3."""
+    options = Mpca(gamma=0.7, gamma_cycles=10)
+    assert [options.gamma_at(cycle) for cycle in range(13)] == pytest.approx(
+        [0.07 * cycle for cycle in range(11)] + [0.7, 0.7]
+    )
+    assert Mpca(gamma=0.7, gamma_cycles=0).gamma_at(0) == 0.7
+    assert {Mpca(gamma=0.0).gamma_at(cycle) for cycle in range(40)} == {0.0}
+
+
+def test_every_worker_is_told_the_alpha_of_the_step_that_the_hub_is_at() -> None:
+    options = Mpca(phases=1, alpha=0.1, alpha_start=0.4, free_steps=2, settle_steps=4)
+    hub = HubAlone(options)
+    told = [hub.sent[0].alpha]
+    for cycle in range(5):
+        hub.reduce(0, numbers(cycle, 2, 7), (2, 2))
+        told.append(hub.sent[0].alpha)
+    assert told == pytest.approx([0.0, 0.4, 0.2, 0.1, 0.1, 0.1])
+    assert HubAlone(options, first_step=4).sent[0].alpha == pytest.approx(0.2), "a continued run goes on"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"alpha": 0.0}, "alpha must be between 0 and 1, not 0.0"),
+        ({"alpha": 1.0}, "alpha must be between 0 and 1, not 1.0"),
+        ({"alpha": float("nan")}, "alpha must be between"),
+        ({"alpha_start": 0.0}, "alpha_start must be between 0 and 1, not 0.0"),
+        ({"alpha_start": 1.2}, "alpha_start must be between"),
+        ({"beta": 0.0}, "beta must be above 0 and at most 1, not 0.0"),
+        ({"beta": 1.1}, "beta must be above 0"),
+        ({"delta": 1.0}, "delta must be at least 0 and below 1, not 1.0"),
+        ({"delta": -0.1}, "delta must be at least 0"),
+        ({"gamma": -0.1}, "gamma must be within 0 and 10, not -0.1"),
+        ({"gamma": float("nan")}, "gamma must be within 0 and 10"),
+        ({"gamma": 11.0}, "gamma must be within 0 and 10"),
+        ({"free_steps": -1}, "free_steps cannot be negative: -1"),
+        ({"settle_steps": -1}, "settle_steps cannot be negative: -1"),
+        ({"beta_cycles": -1}, "beta_cycles cannot be negative: -1"),
+        ({"gamma_cycles": -1}, "gamma_cycles cannot be negative: -1"),
+        ({"phases": 0}, "phases"),
+        ({"phases": 4}, "phases"),
+        ({"shards": 2}, r"shards must be within phases \(3\) and 16, not 2"),
+        ({"shards": SHARDS_MAX + 1}, r"shards must be within phases \(3\) and 16, not 17"),
+        ({"penalty": "pull"}, "penalty"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Mpca(**options)
+
+
+# ---- whatever happens in whatever order -----------------------------------------------------------------------------
+
+
+class Reduction:
+    """A reduction under way: what has been contributed so far."""
+
+    def __init__(self, shard: int, cycle: int, members: tuple[str, ...]) -> None:
+        self.shard, self.cycle, self.members = shard, cycle, members
+        self.given: dict[str, tuple[Tensor, float, int]] = {}
+
+
+class World:
+    """Machines and their vectors without a runtime: whoever tests decides what happens next.
+
+    All values are small multiples of 1/8, as long as nothing pulls, so sums are exact.
+    """
+
+    def __init__(self, options: Mpca, workers: int = 3, parameters: int = 7, buffers: int = 0) -> None:
+        self.options, self.parameters, self.size = options, parameters, parameters + buffers
+        self.vectors: dict[str, Tensor] = {}
+        self.machines: dict[str, Any] = {}
+        self.seats: dict[str, Seat] = {}
+        self.computing: set[str] = set()
+        self.inboxes: dict[tuple[str, str], deque[Broadcasted]] = {}
+        self.open: dict[str, Reduction] = {}
+        self.history: dict[int, list[tuple[str, int]]] = {}
+        self.made: dict[str, int] = {}
+        #: steps that a worker had made when it last contributed a shard, and those in all closed reductions of a shard
+        self.contributed: dict[tuple[str, int], int] = {}
+        self.closed: dict[int, int] = {}
+        self.reduced: Reduced | None = None
+        self.deaths = 0
+        self.names = list(members_of(workers))
+        for name in self.names:
+            self._add(name, options.nodes(workers)[self.names.index(name)])
+        self.cut = options.cut(self.seats["hub"])
+        for name in self.names:
+            self.feed(name, Started(tuple(self.names)))
+
+    def _add(self, name: str, node: Any) -> None:
+        noise = torch.Generator().manual_seed(len(self.vectors))
+        self.vectors[name] = torch.randint(-64, 64, (self.size,), generator=noise).double() / 8
+        schedule = Schedule(steps=FAR, evaluate_every=FAR)
+        nodes = self.options.nodes(len(self.names) - 1)
+        self.seats[name] = Seat(node, nodes, self.vectors[name], self.parameters, schedule)
+        self.machines[name] = self.options.machine(self.seats[name])
+        self.made[name] = 0
+
+    @property
+    def hub(self) -> MpcaHub:
+        machine = self.machines["hub"]
+        assert isinstance(machine, MpcaHub)
+        return machine
+
+    @property
+    def workers(self) -> list[str]:
+        return [name for name in self.machines if name != "hub"]
+
+    def feed(self, name: str, event: Event) -> None:
+        machine = self.machines[name]
+        for effect in machine.handle(event, 0.0):
+            self.perform(name, effect)
+        machine.check()
+        if name != "hub" and machine.running:
+            assert name in self.computing, f"{name} stands still after {type(event).__name__}"
+        if name == "hub":
+            self._check_under_way()
+
+    def _check_under_way(self) -> None:
+        shards = [reduction.shard for reduction in self.open.values()]
+        assert len(set(shards)) == len(shards), f"a shard is under way twice: {shards}"
+        parameters = [shard for shard in shards if self.cut[shard].stop <= self.parameters]
+        assert len(parameters) <= self.options.phases
+        if self.workers:
+            assert len(parameters) == self.options.phases, "a phase is not used"
+            assert len(shards) - len(parameters) == len(self.cut) - (self.options.shards or self.options.phases)
+
+    def perform(self, name: str, effect: Effect) -> None:
+        vector = self.vectors[name]
+        match effect:
+            case Compute():
+                assert name not in self.computing
+                self.computing.add(name)
+            case Step():
+                self.made[name] += 1
+                vector[: self.parameters] += (1 + self.names.index(name)) / 8
+            case Install(values=values, start=start):
+                vector[start : start + len(values)] = values
+            case Blend(values=values, rate=rate, start=start):
+                vector[start : start + len(values)].lerp_(values, rate)
+            case Broadcast(stream=stream, members=members, message=Projected(shard=shard, cycle=cycle) as projected):
+                assert name == "hub" and projected.values.shape == vector[self.cut[shard]].shape
+                assert members == ("hub", *self.workers)
+                self.history.setdefault(shard, []).append(("broadcast", cycle))
+                for member in members[1:]:
+                    event = Broadcasted(stream, members, projected)
+                    self.inboxes.setdefault((member, stream), deque()).append(event)
+            case Reduce(tag=tag, members=members, values=None):
+                assert name == "hub" and tag not in self.open
+                shard, cycle = self.history_of(tag)
+                self.history[shard].append(("reduction", cycle))
+                self.open[tag] = Reduction(shard, cycle, members)
+            case Reduce(tag=tag, members=members, values=Snapshot() as values, weight=weight, steps=steps):
+                reduction = self.open[tag]
+                assert name not in reduction.given and members == reduction.members
+                part = self.cut[reduction.shard]
+                assert (values.start, values.stop) == (part.start, part.stop)
+                reduction.given[name] = vector[part].clone(), weight, steps
+                assert weight == (steps if self.options.weighted else float(steps > 0))
+                before = self.contributed.get((name, reduction.shard), 0)
+                assert steps == self.made[name] - before, f"{name} tells {steps} steps"
+                assert steps > 0 or (self.made[name] == 0 and name not in self.computing)
+                self.contributed[name, reduction.shard] = self.made[name]
+
+    def history_of(self, tag: str) -> tuple[int, int]:
+        _, shard, cycle = tag.split()
+        return int(shard), int(cycle)
+
+    def possible(self) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = [("gradient", name) for name in sorted(self.computing)]
+        found += [("broadcast", *key) for key in sorted(self.inboxes) if self.inboxes[key]]
+        found += [("close", tag) for tag in sorted(self.open) if self._complete(self.open[tag])]
+        return found
+
+    def _complete(self, reduction: Reduction) -> bool:
+        return all(name in reduction.given for name in reduction.members[1:] if name in self.machines)
+
+    def happen(self, choice: tuple[str, ...]) -> None:
+        match choice:
+            case ("gradient", name):
+                self.computing.remove(name)
+                self.feed(name, GradientReady(torch.zeros(self.parameters).double(), 1.0, 16, 0.1))
+            case ("broadcast", name, stream):
+                self.feed(name, self.inboxes[name, stream].popleft())
+            case ("close", tag):
+                self.close(tag)
+
+    def close(self, tag: str) -> None:
+        reduction = self.open.pop(tag)
+        self.history[reduction.shard].append(("closed", reduction.cycle))
+        names = tuple(name for name in reduction.members if name in reduction.given)
+        given = [reduction.given[name] for name in names]
+        steps = tuple(told for _, _, told in given)
+        self.closed[reduction.shard] = self.closed.get(reduction.shard, 0) + sum(steps)
+        total = sum((values * weight for values, weight, _ in given), torch.zeros(1).double()) if given else None
+        self.reduced = Reduced(tag, total, sum(weight for _, weight, _ in given), names, steps)
+        self.feed("hub", self.reduced)
+
+    def kill(self, name: str) -> None:
+        """What it has contributed counts; what was on its way to it does not arrive."""
+        self.deaths += 1
+        del self.machines[name]
+        self.computing.discard(name)
+        for key in [key for key in self.inboxes if key[0] == name]:
+            del self.inboxes[key]
+        self.feed("hub", PeerLost(name))
+
+    def join(self) -> str:
+        name = f"worker-{len(self.names) - 1}~2"
+        self.names.append(name)
+        node = dataclasses.replace(self.options.nodes(1)[1], name=name, index=len(self.names) - 2)
+        self._add(name, node)
+        self.feed(name, Started(tuple(self.machines)))
+        self.feed("hub", PeerJoined(name, "worker"))
+        return name
+
+
+#: settings in which nothing pulls, the mean replaces the joint model, and nothing is projected
+PLAIN: dict[str, Any] = {"alpha": NOTHING, "alpha_start": NOTHING, "beta": 1.0, "gamma": 0.0, "free_steps": 0}
+CUTS: list[tuple[Any, int | None, int]] = [
+    (1, None, 7),
+    (2, None, 7),
+    (3, None, 7),
+    (3, None, 2),  # a shard without a parameter
+    (1, 16, 5),
+    (1, 4, 7),
+    (2, 5, 11),
+    (3, 16, 50),
+    (3, 4, 1),
+]
+EVENTS = st.lists(st.integers(0, 10**6), min_size=30, max_size=300)
+
+
+@settings(max_examples=60)
+@given(EVENTS, st.sampled_from(CUTS), st.integers(1, 4), st.sampled_from([0, 2]), st.booleans())
+def test_in_any_order_every_step_is_reduced_once_and_nobody_stands_still(
+    choices: list[int], cut: tuple[Any, int | None, int], workers: int, buffers: int, weighted: bool
+) -> None:
+    """That nobody stands still, and how many shards are under way, is asserted in `World` after every event."""
+    phases, shards, parameters = cut
+    world = World(Mpca(phases=phases, shards=shards, weighted=weighted), workers, parameters, buffers)
+    for choice in choices:
+        possible = world.possible()
+        assert possible, "nothing can happen"
+        world.happen(possible[choice % len(possible)])
+    under_way = {r.shard: sum(steps for _, _, steps in r.given.values()) for r in world.open.values()}
+    for shard in range(len(world.cut)):
+        contributed = sum(world.contributed.get((name, shard), 0) for name in world.workers)
+        assert world.closed.get(shard, 0) + under_way.get(shard, 0) == contributed
+        for name in world.workers:
+            assert world.machines[name].taus[shard] == world.made[name] - world.contributed.get((name, shard), 0)
+        history = world.history.get(shard, [])
+        expected = [(kind, cycle) for cycle in range(len(history)) for kind in ("broadcast", "reduction", "closed")]
+        assert history == expected[: len(history)]
+    counted = min(world.closed.get(shard, 0) for shard in range(len(world.cut)))
+    assert world.hub.pace.step == counted // workers and world.hub.pace.samples == counted
+
+
+@settings(max_examples=60)
+@given(EVENTS, st.sampled_from(CUTS), st.sampled_from([0, 2]))
+def test_alone_and_without_a_pull_the_joint_model_is_the_workers_snapshot(
+    choices: list[int], cut: tuple[Any, int | None, int], buffers: int
+) -> None:
+    phases, shards, parameters = cut
+    world = World(Mpca(phases=phases, shards=shards, **PLAIN), 1, parameters, buffers)
+    for choice in choices:
+        possible = world.possible()
+        chosen = possible[choice % len(possible)]
+        if chosen[0] == "close":
+            reduction = world.open[chosen[1]]
+            ((snapshot, weight, _),) = reduction.given.values()
+            before = world.vectors["hub"].clone()
+            if weight:
+                before[world.cut[reduction.shard]] = snapshot
+            world.happen(chosen)
+            assert torch.equal(world.vectors["hub"], before)
+        else:
+            world.happen(chosen)
+
+
+@settings(max_examples=60)
+@given(EVENTS, st.sampled_from(CUTS), st.sampled_from([0, 2]), st.integers(0, 10**6))
+def test_whoever_dies_or_comes_cycles_go_on_and_who_comes_begins_with_the_joint_model(
+    choices: list[int], cut: tuple[Any, int | None, int], buffers: int, seed: int
+) -> None:
+    phases, shards, parameters = cut
+    world = World(Mpca(phases=phases, shards=shards, **PLAIN), 3, parameters, buffers)
+    chance = random.Random(seed)
+    for choice in choices:
+        if world.workers and chance.random() < 0.02:
+            world.kill(chance.choice(world.workers))
+        if chance.random() < 0.02:
+            world.join()
+        if possible := world.possible():
+            world.happen(possible[choice % len(possible)])
+        else:
+            assert not world.workers, "nothing can happen"
+    last = world.join()
+    cycles = list(world.hub.cycles)
+    for _ in range(40 * len(world.cut) * len(world.machines)):
+        possible = world.possible()
+        told = world.machines[last]._targets[:]
+        was_running = world.machines[last].running
+        world.happen(chance.choice(possible))
+        if world.machines[last].running and not was_running:
+            told = [b if a is None else a for a, b in zip(told, world.machines[last]._targets, strict=True)]
+            assert torch.equal(world.vectors[last], torch.cat(told))
+    assert world.machines[last].running and world.made[last] > 0
+    assert all(now > then + 1 for now, then in zip(world.hub.cycles, cycles, strict=True)), "a shard stands still"
+    assert world.hub.pace.step > 0
