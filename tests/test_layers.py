@@ -119,7 +119,19 @@ def test_nothing_below_the_front_ends_imports_the_whole_package(module: str) -> 
 
 def test_the_layers_name_only_what_is_there() -> None:
     assert set(LAYERS) <= PARTS
-    front_ends = {"cli", "report", "speedup", "bench", "swarm", "testing", "study", "tradeoff", "tune", "cells", "comparison"}
+    front_ends = {
+        "cli",
+        "report",
+        "speedup",
+        "bench",
+        "swarm",
+        "testing",
+        "study",
+        "tradeoff",
+        "tune",
+        "cells",
+        "comparison",
+    }
     assert front_ends <= PARTS - set(LAYERS), "front ends are in no layer"
 
 

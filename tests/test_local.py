@@ -8,13 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
-from tether import Averaging, Local, RunError, Server, TaskError, UsageError, resume, run
+from tether import Averaging, Elastic, Local, RunError, Server, TaskError, UsageError, resume, run
+from tether.machine import Message
 from tether.progress import Progress, make_progress
+from tether.runtimes import control
+from tether.runtimes.link import Outbox
 from tether.testing import Blobs, train_quietly
 from tether.trace import Meter
 
@@ -225,3 +229,20 @@ def test_an_exception_in_the_task_names_worker_step_and_line_and_its_output_is_k
     printed = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("worker-*.log"))
     assert "something the user prints" in printed
     assert nothing_is_left()
+
+
+def test_a_node_that_is_spoken_to_before_it_is_told_to_begin_keeps_it_until_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Messages of different senders overtake each other; the first event of every node is that it is started."""
+    send = Outbox.send
+
+    def late(self: Outbox, to: str, message: Message) -> None:
+        if to == "hub" and isinstance(message, control.Begin):
+            threading.Timer(0.5, send, (self, to, message)).start()
+        else:
+            send(self, to, message)
+
+    monkeypatch.setattr(Outbox, "send", late)
+    result = train_quietly(Blobs(), Elastic(tau=2), Local(2), tmp_path / "run", steps=20)
+    assert result.figures["steps"] == 20
