@@ -382,15 +382,18 @@ def change(replica: Replica, effect: Effect) -> bool:
     return True
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in a message: its fields, what tuples and lists among them hold, and those of messages inside it."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Message):
-        value = [getattr(value, name) for name in value.__struct_fields__]
-    if not isinstance(value, tuple | list):
-        return []
-    return [tensor for item in value if not isinstance(item, str) for tensor in tensors_of(item)]
+def tensors_of(message: Message) -> list[Tensor]:
+    """The tensors in a message: its fields, what tuples and lists of tensors hold, and those of messages inside it."""
+    found: list[Tensor] = []
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, Message):
+            found += tensors_of(value)
+        elif isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
+            found += value
+    return found
 
 
 def with_tensors(message: M, tensors: Iterable[Tensor]) -> M:
@@ -404,8 +407,8 @@ def with_tensors(message: M, tensors: Iterable[Tensor]) -> M:
             case Message():
                 fields = {name: renewed(getattr(value, name)) for name in value.__struct_fields__}
                 return msgspec.structs.replace(value, **fields)
-            case tuple() | list():
-                return type(value)(renewed(item) for item in value)
+            case [Tensor(), *_]:
+                return type(value)(next(left) for _ in value)
         return value
 
     return cast(M, renewed(message))
