@@ -44,7 +44,8 @@ MEMBERS = ("hub", "worker-0", "worker-1", "worker-2")
 class World:
     """Machines and their vectors without a runtime: whoever tests decides what happens next."""
 
-    def __init__(self, options: Elastic, parameters: int = 3, buffers: int = 0) -> None:
+    def __init__(self, options: Elastic, parameters: int = 3, buffers: int = 0, stepping: bool = True) -> None:
+        self.stepping = stepping
         nodes = options.nodes(3)
         noise = torch.Generator().manual_seed(1)
         size = parameters + buffers
@@ -71,7 +72,7 @@ class World:
         match effect:
             case Compute():
                 self.computing.add(name)
-            case Step():
+            case Step() if self.stepping:
                 move = torch.full((self.parameters,), 0.1 * len(name) * self.now, dtype=torch.float64)
                 vector[: self.parameters].add_(move)
                 self.stepped += move
@@ -141,6 +142,32 @@ def test_buffers_stay_between_those_of_workers_and_centre(choices: list[int]) ->
         world.happen(possible[choice % len(possible)])
         for vector in world.vectors.values():
             assert (vector[3:] >= low - 1e-12).all() and (vector[3:] <= high + 1e-12).all()
+
+
+def test_overlapping_exchanges_share_the_way_to_the_workers() -> None:
+    machine = hub(Elastic(tau=4, alpha=0.8))
+    told = [answers(machine.handle(Received(f"worker-{i}", Ask()), 1.0))[f"worker-{i}"].alpha for i in range(3)]
+    assert told == [0.8, pytest.approx(0.8 * 0.2), pytest.approx(0.8 * 0.04)]
+    machine.check()
+    for i in range(3):
+        machine.handle(Received(f"worker-{i}", difference()), 2.0)
+    assert answers(machine.handle(Received("worker-0", Ask()), 3.0))["worker-0"].alpha == 0.8
+
+
+@given(st.lists(st.integers(0, 100), min_size=40, max_size=200))
+def test_the_centre_stays_among_the_workers_whatever_overlaps(choices: list[int]) -> None:
+    world = World(Elastic(tau=1, alpha=0.95), stepping=False)
+    while len(world.computing) < 3:
+        world.happen(next(choice for choice in world.possible() if choice[0]))
+    for at, worker in enumerate(MEMBERS[1:]):
+        world.vectors[worker].fill_(float(at))
+    vectors = torch.stack(list(world.vectors.values()))
+    low, high = vectors.amin(0), vectors.amax(0)
+    for choice in choices:
+        possible = world.possible()
+        world.happen(possible[choice % len(possible)])
+        centre = world.vectors["hub"]
+        assert (centre >= low - 1e-9).all() and (centre <= high + 1e-9).all()
 
 
 def hub(options: Elastic, workers: int = 3, **schedule: Any) -> ElasticHub:

@@ -15,7 +15,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tether import Averaging, Faults, RunError, Server, Sim, Single, Task, TaskError, UsageError, resume, run
+from tether import (
+    Averaging,
+    Faults,
+    Local,
+    Mpca,
+    RunError,
+    Server,
+    Sim,
+    Single,
+    Task,
+    TaskError,
+    UsageError,
+    resume,
+    run,
+)
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
 from tether.testing import Blobs, largest_difference, train_quietly
@@ -253,3 +267,12 @@ def test_every_example_runs(example: Path, tmp_path: Path) -> None:
 
 def test_the_first_program_of_the_readme_is_the_example() -> None:
     assert (ROOT / "examples" / "digits.py").read_text().partition('"""\n\n')[2] in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("on", [Sim(workers=2, step_seconds=0.1), Local(2)], ids=["sim", "local"])
+def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
+    result = train_quietly(Blobs(), Mpca(), on, tmp_path / "run", seconds=1.5)
+    assert result.figures["reason"] == "1.5 s have passed"
+    assert 1.5 <= result.figures["seconds"] < 4
+    further = resume(tmp_path / "run", Blobs(), seconds=0.5, progress=make_progress(quiet=True))
+    assert further.figures["samples"] > result.figures["samples"]

@@ -54,6 +54,7 @@ LatencyOption = Annotated[str | None, typer.Option(help="sim: latency of the net
 StepSecondsOption = Annotated[str | None, typer.Option(help="sim: how long a gradient takes [0.1].")]
 ModelBytesOption = Annotated[str | None, typer.Option(help="sim: price the model as one of this size.")]
 StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worker.")]
+SecondsOption = Annotated[float | None, typer.Option(help="End after so long; sim: virtual seconds.")]
 UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
 
 
@@ -66,6 +67,7 @@ def train(
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
+    seconds: SecondsOption = None,
     warmup: Annotated[str | None, typer.Option(help="Begin with this protocol.")] = None,
     warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
     set_: SetOption = None,
@@ -102,6 +104,7 @@ def train(
         epochs=epochs,
         steps=steps,
         until=until,
+        seconds=seconds,
         warmup=_protocol_class(warmup)() if warmup else None,
         warmup_epochs=warmup_epochs,
         seed=seed,
@@ -121,10 +124,11 @@ def resume_(
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
+    seconds: SecondsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
-    _show(resume(run_dir, workers=workers, epochs=epochs, steps=steps, until=until), as_json)
+    _show(resume(run_dir, workers=workers, epochs=epochs, steps=steps, until=until, seconds=seconds), as_json)
 
 
 @app.command()
@@ -211,11 +215,12 @@ def bench_(
         int | None,
         typer.Option(help="mpca, scaling, table2: runs of each, of which the median counts; 3 unless given."),
     ] = None,
+    picture: Annotated[Path | None, typer.Option(help="scaling: where its picture goes; scaling.png here.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure something, as ratios."""
     measure = bench.named(name)
-    given = {"task": task, "data": data, "workload": workload, "seeds": seeds}
+    given = {"task": task, "data": data, "workload": workload, "seeds": seeds, "picture": picture}
     options = {option: value for option, value in given.items() if value is not None}
     if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
         raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tether.errors import unknown
+from tether.errors import missing_extra, unknown
 from tether.progress import make_progress
 from tether.protocols import Averaging, Elastic, Mpca, Options, Server, Single
 from tether.report import load_run
@@ -237,8 +237,14 @@ def mpca(data: Path | None = None, seeds: int = 3, target: float = 0.12) -> Repo
     return {"bench": "mpca", "workload": workload, "target": target, "seeds": seeds, "rows": rows, "ratios": ratios}
 
 
-def scaling(data: Path | None = None, seeds: int = 3, target: float = 0.12) -> Report:
-    """Time to a target error of mpca with 1 to 64 workers (figure 13c)."""
+def scaling(
+    data: Path | None = None, seeds: int = 3, target: float = 0.12, picture: Path = Path("scaling.png")
+) -> Report:
+    """Time to a target error of mpca with 1 to 64 workers (figure 13c), and its picture."""
+    try:
+        from tether.tradeoff import scaling_png
+    except ImportError:
+        raise missing_extra("matplotlib", "plot") from None
     counts = (1, 2, 4, 8, 16, 32, 64)
     trials = [
         Trial("resnet-110", str(count), Single() if count == 1 else Mpca(), seed, count, target, data)
@@ -248,5 +254,6 @@ def scaling(data: Path | None = None, seeds: int = 3, target: float = 0.12) -> R
     outcomes = _reach_all(trials)
     seconds = {count: outcomes["resnet-110", str(count)]["seconds"] for count in counts}
     rows = [{"workers": count, "seconds": seconds[count], "speedup": seconds[1] / seconds[count]} for count in counts]
-    ratios = {f"speedup of {count} over workers": seconds[1] / seconds[count] / count for count in counts}
+    ratios = {f"share of the ideal with {count}": seconds[1] / seconds[count] / count for count in counts}
+    picture.write_bytes(scaling_png(rows, target))
     return {"bench": "scaling", "target": target, "seeds": seeds, "rows": rows, "ratios": ratios}

@@ -18,7 +18,7 @@ from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
 from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
 
-#: a run that only has a target gives up after so many epochs
+#: a run that only has a target or a time ends after so many epochs
 EPOCHS_MAX = 100
 
 
@@ -67,9 +67,11 @@ class Request:
     #: begin with so many epochs of this protocol, given by its name and options
     warmup: dict[str, Any] | None = None
     warmup_epochs: float = 1.0
+    #: end after so long at the latest
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "evaluate_every", "warmup_epochs"):
+        for name in ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{name} must be more than 0, not {value}")
@@ -85,7 +87,7 @@ class Request:
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         batch_size = task.batch_size
         steps_per_epoch = samples / (workers * batch_size)
-        usual = task.epochs if self.until is None else EPOCHS_MAX
+        usual = task.epochs if self.until is None and self.seconds is None else EPOCHS_MAX
         epochs = self.epochs if self.epochs is not None else usual
         first_step = 0
         steps = self.steps if self.steps is not None else math.ceil(epochs * steps_per_epoch)
@@ -121,6 +123,8 @@ class RunPlan:
     virtual: bool
     #: the condition that ends the run early
     until: str | None
+    #: end after so long at the latest
+    seconds: float | None
     restored: Restored | None
     directory: RunDirectory | None = None
     _data: Any = field(default=None, repr=False)
@@ -147,6 +151,7 @@ class RunPlan:
             traced=request.trace,
             virtual=on.virtual,
             until=request.until,
+            seconds=request.seconds,
             restored=restored,
             _data=data,
         )

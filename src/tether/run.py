@@ -54,6 +54,7 @@ def run(
     epochs: float | None = None,
     steps: int | None = None,
     until: str | None = None,
+    seconds: float | None = None,
     warmup: Options | None = None,
     warmup_epochs: float = 1.0,
     seed: int = 0,
@@ -72,6 +73,7 @@ def run(
     epochs, steps: how long: passes over the data by all workers together, or optimizer steps per worker; the task's
         own number of epochs unless given.
     until: ends the run early, such as "error<0.05"; alone it allows at most 100 epochs.
+    seconds: ends the run early, after so long (virtual seconds in the simulator); alone it allows at most 100 epochs.
     warmup, warmup_epochs: begin with so many epochs of another protocol, such as tether.Server(sync="hard").
     evaluate_every: epochs between two evaluations of the joint model.
     checkpoint_seconds: time between two checkpoints.
@@ -95,6 +97,7 @@ def run(
         trace,
         _described(warmup) if warmup is not None else None,
         warmup_epochs,
+        seconds,
     )
     on = on if on is not None else Local(protocol.workers_max or 2)
     phases = _phases(task, protocol, on, request, None)
@@ -110,13 +113,14 @@ def resume(
     epochs: float | None = None,
     steps: int | None = None,
     until: str | None = None,
+    seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Continue a run from its newest checkpoint.
 
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
-    epochs, steps, until: another goal than before.
+    epochs, steps, until, seconds: another goal than before; seconds count from now on.
     """
     directory = RunDirectory.open(Path(run_dir))
     config = directory.read_config()
@@ -126,8 +130,8 @@ def resume(
     _refuse_if_running(directory, config)
     task, protocol, on, request = _reopen(config, task, workers)
     request = replace(request, record=False)  # a record begins at the beginning
-    if epochs is not None or steps is not None or until is not None:
-        request = replace(request, epochs=epochs, steps=steps, until=until)
+    if any(goal is not None for goal in (epochs, steps, until, seconds)):
+        request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds)
     phases = _phases(task, protocol, on, request, restored)
     return _execute(phases, protocol, on, request, directory, progress, config["task"])
 
@@ -182,7 +186,7 @@ def _phases(
 
     def warm(restored: Restored | None) -> RunPlan:
         assert request.warmup is not None
-        goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None)
+        goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None, seconds=None)
         return RunPlan.make(task, _protocol(request.warmup), on, goal, restored)
 
     if request.warmup is None:

@@ -1,4 +1,4 @@
-"""The pictures of grids of runs: a study, as in figures 6 and 7 of the Rudra paper, and a search for alpha."""
+"""The pictures of many runs: a study, as in figures 6 and 7 of the Rudra paper, a search for alpha, a scaling."""
 
 from __future__ import annotations
 
@@ -131,6 +131,33 @@ def alpha_png(tuning: Tuning) -> bytes:
         figure.suptitle(heading, x=0.01, ha="left", fontsize=14, fontweight="bold")
 
     return saved(draw, WIDTH_INCHES, 4.9, "png")
+
+
+def scaling_png(rows: list[Row], target: float) -> bytes:
+    """Speedup over the number of workers, as figure 13c of the MPCA SGD paper, with the ideal."""
+    counts = [row["workers"] for row in rows]
+
+    def draw(figure: FigureBase) -> None:
+        axes = figure.subplots()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.plot(counts, counts, color="#9aa5b1", ls="--", lw=1.0, label="ideal")
+        axes.plot(counts, [row["speedup"] for row in rows], "o-", color="#0072b2", label="mpca")
+        for row in rows:
+            axes.annotate(
+                f"{row['speedup']:.3g}",
+                (row["workers"], row["speedup"]),
+                (0, -14),
+                textcoords="offset points",
+                fontsize=9,
+            )
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xticks(counts)
+        axes.set(xlabel="workers", ylabel=f"times faster to an error of {target:.0%} than one learner")
+        axes.legend()
+
+    return saved(draw, 7.0, 4.6, "png")
 
 
 def _plain_log(axis: Any) -> None:

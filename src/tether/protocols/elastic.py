@@ -16,7 +16,9 @@ the tau steps are made. The papers' workers ask after the last step.
 
 Rates: alpha is 0.9/K for K workers present unless given, and alpha' is alpha (elastic symmetry). Both decay by a factor
 at every so many steps (DeepSpark, equation 5), or the hub's alone does (equation 6). The hub tells a worker its rate
-with the centre and remembers its own for the difference that will come.
+with the centre and remembers its own for the difference that will come. Exchanges that overlap have read the same
+centre: together they must not move it beyond the workers, or it would swing ever wider. So where the hub's rates under
+way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1.
 
 tau "auto": a hub with one link serves K workers one after the other, so tau steps must last as long as K downloads
 (MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the latest answers
@@ -34,7 +36,7 @@ A worker that dies gives its place up; its difference has come whole or not at a
 comes begins with the centre.
 
 Invariants: a worker asks once for every exchange; no more workers exchange than the exchanger has places; nobody waits
-while a place is free.
+while a place is free; the hub's rates under way add up to 1 at most.
 """
 
 from __future__ import annotations
@@ -244,10 +246,16 @@ class ElasticHub:
         while self._queue and len(self._open) < self.options.exchangers:
             request = self._queue.popleft()
             alpha, master_alpha = self.options.rates(len(self.present), self.pace.step)
+            taken = self._rates_under_way()
+            if taken + master_alpha > 1:
+                alpha, master_alpha = alpha * (1 - taken), master_alpha * (1 - taken)
             made = self._issued.pop(request.worker)
             self._open[request.worker] = _Exchange(request, now, alpha, master_alpha, made)
             effects += self._send_centre(request.worker, alpha)
         return effects
+
+    def _rates_under_way(self) -> float:
+        return sum(exchange.master_alpha for exchange in self._open.values())
 
     def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
         under_way = sum(self._issued.values()) + sum(exchange.steps for exchange in self._open.values())
@@ -295,6 +303,8 @@ class ElasticHub:
             raise InvariantBroken(f"{len(self._open)} workers exchange; there are {places} places")
         if self._queue and len(self._open) < places and not self.pace.over:
             raise InvariantBroken(f"{self._queue[0].worker} waits while a place is free")
+        if self._rates_under_way() > 1 + 1e-9:
+            raise InvariantBroken(f"the rates under way add up to {self._rates_under_way()}")
         known = [*self._open, *(request.worker for request in self._queue)]
         if len(set(known)) != len(known):
             raise InvariantBroken(f"a worker exchanges twice at a time: {known}")

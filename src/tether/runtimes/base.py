@@ -19,6 +19,8 @@ class Plan(Protocol):
     seed: int
     vector_bytes: int
     traced: bool
+    #: the joint node is asked to stop after so long
+    seconds: float | None
 
     @property
     def joint(self) -> str:

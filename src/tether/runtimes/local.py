@@ -6,6 +6,7 @@ in what they report. Protocol messages go straight from process to process.
 
 from __future__ import annotations
 
+import math
 import shutil
 import signal
 import sys
@@ -94,9 +95,12 @@ class Driver:
         members = tuple(node.name for node in self._plan.nodes if node.name in self._living)
         for name in members:
             self._outbox.send(name, control.Begin(members))
+        limit = self._plan.seconds
+        deadline = math.inf if limit is None else time.monotonic() + limit
         while self._outcome is None:
             self._turn(0.1)
-            if not self._stopping and (reason := self._observer.stop_requested()):
+            late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
+            if not self._stopping and (reason := self._observer.stop_requested() or late):
                 self._stopping = True
                 self._outbox.send(self._plan.joint, control.Stop(reason))
         ending = frozenset(self._living)  # who ends from now on has not died of anything

@@ -340,6 +340,8 @@ class Simulation:
                 self._drops.setdefault((fault.node, fault.peer), []).append(fault.nth)
             elif fault.at is not None:
                 self.at(fault.at, self._strike, fault)
+        if (limit := self.plan.seconds) is not None:
+            self.at(limit, self._places[self.plan.joint].deliver, StopRequested(f"{limit:g} s have passed"))
         members = tuple(self._places)
         for place in list(self._places.values()):
             self.at(0.0, place.deliver, Started(members))
