@@ -29,6 +29,12 @@ PARTS = 4
 LARGE = (PARTS - 0.5) * collectives.PART_BYTES / (4 * SIZE)
 
 
+@pytest.fixture(params=["tree", "chains"], autouse=True)
+def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test in both shapes, whatever the number of members."""
+    monkeypatch.setattr(collectives, "CHAINS_MAX", 0 if request.param == "tree" else 10**6)
+
+
 class Note(Message, frozen=True):
     """What is broadcast: the round it opens, and a tensor to carry."""
 

@@ -250,7 +250,7 @@ class WorkerAlone:
             self.effects = self.broadcast(shard, 0, alpha)
 
     def broadcast(self, shard: int, cycle: int, alpha: float, values: Tensor | None = None) -> list[Effect]:
-        values = self.target[self.cut[shard]] if values is None else values
+        values = self.target[self.cut[shard]].clone() if values is None else values
         return self.feed(Broadcasted(f"shard {shard}", members_of(2), Projected(shard, cycle, alpha, values)))
 
     def feed(self, event: Event) -> list[Effect]:
@@ -744,6 +744,7 @@ def simulate(
     Watched.logs.clear()
     observed = Observed()
     task = SyntheticTask(parameters=parameters)
+    sim = dataclasses.replace(sim, events_max=200_000)
     plan = RunPlan.make(task, options, sim, Request(steps=steps, seed=seed, trace=False), None)
     Watched.logs.clear()  # of the machine that only was tried out
     return sim.execute(plan, observed), observed.rows

@@ -1,7 +1,9 @@
 """Broadcast and reduction over the members of a collective, along a tree of messages.
 
-The members of a collective form a tree by their position: `members[0]` is the root and member i has the children
-`fanout*i + 1 ... fanout*i + fanout`. Broadcasts go down; partial sums go up, each with the names it covers.
+The members of a collective form a tree by their position; `members[0]` is the root. Broadcasts go down; partial sums go
+up, each with the names it covers. The root has two children. Up to `CHAINS_MAX` members the others have one, so that
+there are two chains, and beyond that two: a member that passes a broadcast on twice and sends its sum up once is slower
+than the root, but chains of many members are long.
 
 Large tensors travel in parts, each on its own: while a node passes one part on it receives the next, so the depth of
 the tree costs the time of a part and not of the whole. A vector's buffers are a part of their own.
@@ -35,7 +37,8 @@ from torch import Tensor
 
 from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
 
-FANOUT = 2
+#: the most members that form two chains instead of a binary tree
+CHAINS_MAX = 17
 #: closed reductions that are remembered, and told with every broadcast, so that nothing is kept of them
 CLOSED_KEPT = 16
 #: a tensor travels in parts of about this size, and in no more than so many
@@ -270,7 +273,7 @@ class Collectives:
         """The nearest living ancestor; the root, if it should be dead, stays the parent in name."""
         index = members.index(self.node)
         while index > 0:
-            index = (index - 1) // FANOUT
+            index = max(0, index - 2) if len(members) <= CHAINS_MAX else (index - 1) // 2
             if members[index] not in self._dead:
                 break
         return members[index]
@@ -280,8 +283,7 @@ class Collectives:
         found: list[str] = []
         open_ = [members.index(self.node)]
         while open_:
-            index = open_.pop(0)
-            for child in range(FANOUT * index + 1, min(FANOUT * index + FANOUT + 1, len(members))):
+            for child in _child_indices(open_.pop(0), len(members)):
                 if members[child] in self._dead:
                     open_.append(child)
                 else:
@@ -293,12 +295,16 @@ class Collectives:
         found: set[str] = set()
         open_ = [members.index(self.node)]
         while open_:
-            index = open_.pop()
-            for child in range(FANOUT * index + 1, min(FANOUT * index + FANOUT + 1, len(members))):
+            for child in _child_indices(open_.pop(), len(members)):
                 open_.append(child)
                 if members[child] not in self._dead:
                     found.add(members[child])
         return found
+
+
+def _child_indices(index: int, count: int) -> range:
+    first, last = (index + 2, index + 2) if index and count <= CHAINS_MAX else (2 * index + 1, 2 * index + 2)
+    return range(first, min(last + 1, count))
 
 
 def _join_message(pieces: list[Any]) -> Any:
