@@ -313,6 +313,14 @@ def test_a_sum_goes_up_once_to_each_parent() -> None:
     assert first.values.tolist() == [3.0, 3.0] and first.weight == 3.0 and first.covers == {"d": 0}
 
 
+def test_a_vector_s_buffers_are_a_part_of_their_own_however_many_there_are() -> None:
+    node = Collectives("a", lambda *_: None, bytes_scale=LARGE, parameter_count=SIZE, length=2 * SIZE + 1)
+    whole = torch.arange(2 * SIZE + 1.0)
+    assert [len(part) for part in node._cut(whole)] == [*[SIZE // PARTS] * PARTS, SIZE + 1]
+    assert [len(part) for part in node._cut(whole[SIZE:])] == [SIZE + 1]
+    assert torch.equal(torch.cat(node._cut(whole)), whole)
+
+
 def test_streams_are_independent_of_each_other() -> None:
     member = Collectives("b", lambda to, message: None)
     for stream in ("one", "two"):

@@ -211,6 +211,23 @@ def test_a_gradient_counts_once_every_shard_has_been_reduced_after_it() -> None:
     assert (pace.step, pace.samples) == (6, 13 * 16), "shard 2 has 13"
 
 
+def test_shards_take_turns() -> None:
+    hub = HubAlone(Mpca(phases=1, shards=4))
+    shard, turns = 0, []
+    for _ in range(12):
+        turns.append(shard)
+        (reduce,) = of_kind(hub.reduce(shard, numbers(1, 2, len(hub.vector[hub.cut[shard]])), (1, 1)), Reduce)
+        shard = int(reduce.tag.split()[1])
+    assert turns == [0, 1, 2, 3] * 3
+
+
+def test_checkpoints_on_the_way_keep_the_same_as_the_last() -> None:
+    hub = HubAlone(Mpca(phases=1), checkpoint_seconds=1.0)
+    hub.reduce(0, numbers(1, 2, 7), (1, 1), now=0.0)
+    (saved,) = of_kind(hub.reduce(0, numbers(2, 2, 7), (1, 1), now=1.0), Checkpoint)
+    assert saved.state["cycles"] == [2] and saved.state["velocity"].abs().max() > 0
+
+
 def test_checkpoints_keep_cycles_and_velocity() -> None:
     options = Mpca(phases=2, beta_cycles=4, gamma_cycles=3)
     hub = HubAlone(options, parameters=5, buffers=2)
@@ -270,7 +287,10 @@ class WorkerAlone:
         return effects
 
     def gradient(self) -> list[Effect]:
-        return self.feed(GradientReady(torch.ones(self.machine.seat.parameter_count).double(), 1.0, 16, 0.1))
+        gradient = torch.ones(self.machine.seat.parameter_count).double()
+        effects = self.feed(GradientReady(gradient, 1.0, 16, 0.1))
+        assert (gradient == 1.0).all(), "what an event brings is not the machine's to change"
+        return effects
 
 
 def test_a_worker_begins_with_the_joint_model_once_it_has_every_shard() -> None:
@@ -907,3 +927,11 @@ def test_a_run_goes_on_with_another_number_of_workers(workers: int, tmp_path: Pa
     further = RunDirectory.open(tmp_path / "run").load_checkpoint()
     assert further is not None
     assert all(b > a for a, b in zip(saved.state["cycles"], further.state["cycles"], strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1)])
+def test_a_run_goes_on_with_another_number_of_shards(before: Any, after: Any, tmp_path: Path) -> None:
+    sim = Sim(workers=3, link="1mbit")
+    warm, further = Mpca(phases=before), Mpca(phases=after)
+    result = train_quietly(Blobs(), further, sim, tmp_path / "run", epochs=3, warmup=warm, warmup_epochs=1)
+    assert result.metrics["error"] < 0.1

@@ -175,7 +175,9 @@ class MpcaHub:
         self.ready = deque(range(len(self._cut)))
         self._under_way: dict[str, _Flight] = {}
         restored = seat.restored or {}
-        self.cycles: list[int] = list(restored.get("cycles", [0] * len(self._cut)))
+        cycles = restored.get("cycles", [0])
+        #: a run that goes on with another number of shards goes on with the least of their cycles
+        self.cycles: list[int] = list(cycles) if len(cycles) == len(self._cut) else [min(cycles)] * len(self._cut)
         velocity = restored.get("velocity", torch.zeros_like(seat.weights))
         self._velocity = [velocity[part].clone() for part in self._cut]
         self._projected: list[Tensor] = []

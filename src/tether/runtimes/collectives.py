@@ -213,6 +213,8 @@ class Collectives:
         """The parts that a tensor travels in."""
         if 0 < self._parameter_count < self._length == values.numel():
             return [*self._cut(values[: self._parameter_count]), values[self._parameter_count :]]
+        if values.numel() == self._length - self._parameter_count:  # the buffers
+            return [values]
         size = values.numel() * values.element_size() * self._bytes_scale
         return list(values.tensor_split(max(1, min(PARTS_MAX, math.ceil(size / PART_BYTES), values.numel()))))
 
