@@ -54,7 +54,7 @@ class Workload:
 def _protocols(averaging: int, elastic: int) -> dict[str, Options]:
     return {
         "single": Single(),
-        "server": Server(sync="async", rate="none"),
+        "server": Server(sync="async"),
         "averaging": Averaging(tau=averaging),
         "elastic": Elastic(tau=elastic),
         "mpca": Mpca(),
