@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -284,7 +284,7 @@ def tune(
 
     protocol: its other options hold for all runs.
     on: where they run, `tether.Sim()` unless given.
-    epochs: passes over the share, the task's own number unless given.
+    epochs: passes over the share; unless given the task's own number, or as many as a schedule of alpha needs.
     tolerance: how much worse than the best a value in the corridor may be, as a share of the best.
     to: a folder for tune.json and tune.png; the values that are finished there are not run again.
     task_spec: what tells the task from others of its name.
@@ -303,16 +303,14 @@ def tune(
     if to is not None:
         _alpha_png()  # now, and not after hours of training
     on = on if on is not None else Sim()
-    epochs = task.epochs if epochs is None else epochs
-    never = sys.float_info.max
-    request = Request(epochs, seed=seed, evaluate_every=epochs / EVALUATIONS, checkpoint_seconds=never, trace=False)
     data = task.train_data()
     samples_of_all = check_task(task, data, on.workers)
     part = reduced(task, share, seed, data)
     samples = check_task(part, part.train_data(), 1)
     _check_enough(samples, samples_of_all, on.workers, task.batch_size)
-    for chosen in options.values():
-        _check_in_force(chosen, request.schedule(part, samples, on.workers, None).steps, epochs)
+    epochs = _epochs(task, epochs, options.values(), samples / (on.workers * task.batch_size))
+    never = sys.float_info.max
+    request = Request(epochs, seed=seed, evaluate_every=epochs / EVALUATIONS, checkpoint_seconds=never, trace=False)
 
     described = {"name": protocol.name, **asdict(protocol), "alpha": "searched"}
     settings = {
@@ -409,19 +407,28 @@ def _check_enough(samples: int, of_all: int, workers: int, batch_size: int) -> N
     )
 
 
-def _check_in_force(options: Options, steps: int, epochs: float) -> None:
-    """Refuse runs that end before a protocol with a schedule has had its alpha for as long as it had others."""
-    alpha_at: Callable[[int], float] | None = getattr(options, "alpha_at", None)
-    alpha: float = vars(options)["alpha"]
-    if alpha_at is None:
-        return
-    first = next((step for step in range(STEPS_MAX) if alpha_at(step) == alpha), STEPS_MAX)
-    if 2 * first > steps:
+def _epochs(task: Task, epochs: float | None, options: Iterable[Options], steps_per_epoch: float) -> float:
+    """So many that a protocol with a schedule has its alpha for half the steps; fewer are refused."""
+    settled = max(map(_settled_at, options))
+    least = math.ceil(2 * settled / steps_per_epoch)
+    if epochs is None:
+        return max(task.epochs, least)
+    if epochs < least:
         raise UsageError(
-            f"protocol {options.name!r} has its alpha of {alpha:g} from step {first} on, and these runs have {steps} "
-            f"steps: they would say little about it. Give {math.ceil(2 * first * epochs / steps)} epochs or a larger "
-            "share, or shorten the protocol's schedule, such as --set settle_steps=10"
+            f"the protocol has its alpha from step {settled} on, and these runs have "
+            f"{math.ceil(epochs * steps_per_epoch)} steps: they would say little about it. Give {least} epochs or a "
+            "larger share, or shorten the protocol's schedule, such as --set settle_steps=10"
         )
+    return epochs
+
+
+def _settled_at(options: Options) -> int:
+    """The step from which a protocol has its alpha; 0 without a schedule."""
+    alpha_at: Callable[[int], float] | None = getattr(options, "alpha_at", None)
+    if alpha_at is None:
+        return 0
+    alpha: float = vars(options)["alpha"]
+    return next((step for step in range(STEPS_MAX) if alpha_at(step) == alpha), STEPS_MAX)
 
 
 def _alpha_png() -> Callable[[Tuning], bytes]:
