@@ -20,6 +20,7 @@ from torch.utils.data import Subset, TensorDataset
 from tether import Averaging, Elastic, Local, Sim, cells, cli, tasks, tune
 from tether.errors import TaskError, UsageError
 from tether.protocols import Mpca
+from tether.protocols.elastic import ElasticHub
 from tether.task import SyntheticTask
 from tether.testing import Blobs
 from tether.tune import Point, Tuning, parse_alphas, reduced
@@ -146,8 +147,11 @@ def test_a_search_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.M
     assert search((0.1, 0.3), tmp_path) == search((0.1, 0.3))
 
 
-def test_a_value_that_diverges_is_told_and_does_not_end_the_search(tmp_path: Path) -> None:
-    """Four workers that each pull the centre by 0.95 of the way throw it ever further."""
+def test_a_value_that_diverges_is_told_and_does_not_end_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four workers that each pull the centre by 0.95 of the way, and do not share it, throw it ever further."""
+    monkeypatch.setattr(ElasticHub, "_rates_under_way", lambda hub: 0.0)
     sgd = tasks.load("digits", settings={"momentum": "0.9", "learning_rate": "0.02"})
     found = search((0.1, 0.95), tmp_path, task=sgd, protocol=Elastic(tau=1), epochs=40)
     good, bad = found.points

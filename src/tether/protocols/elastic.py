@@ -361,8 +361,8 @@ class ElasticWorker:
     def _ask_in_time(self, now: float) -> list[Effect]:
         """Ask if the answer would otherwise come after the last step, as far as the last one tells."""
         left = (self.tau - self.steps) * self._step_seconds
-        late = left < self._answer_seconds + self._step_seconds if self.ahead else self.steps == self.tau
-        return self._ask(now) if late and not self.asked else []
+        late = self.ahead and 0 < left < self._answer_seconds + self._step_seconds
+        return self._ask(now) if (late or self.steps == self.tau) and not self.asked else []
 
     def _ask(self, now: float, first: bool = False) -> list[Effect]:
         self.asked = True
