@@ -286,9 +286,9 @@ class WorkerAlone:
                     self.contributions.append((tag, weight, steps, self.vector[start:stop].clone()))
         return effects
 
-    def gradient(self) -> list[Effect]:
+    def gradient(self, exchange_seconds: float = 0.0) -> list[Effect]:
         gradient = torch.ones(self.machine.seat.parameter_count).double()
-        effects = self.feed(GradientReady(gradient, 1.0, 16, 0.1))
+        effects = self.feed(GradientReady(gradient, 1.0, 16, 0.1, exchange_seconds))
         assert (gradient == 1.0).all(), "what an event brings is not the machine's to change"
         return effects
 
@@ -377,6 +377,34 @@ def test_who_has_made_no_step_contributes_after_the_next_before_it_is_displaced(
 # ---- schedules and settings -----------------------------------------------------------------------------------------
 
 
+def test_a_worker_contributes_after_as_many_steps_as_it_was_told() -> None:
+    worker = WorkerAlone(Mpca(phases=1, tau=3), buffers=0)
+    worker.broadcast(0, 1, 0.1)
+    taus = []
+    for cycle in range(2, 5):
+        while not of_kind(worker.gradient(), Reduce):
+            pass
+        taus.append(worker.contributions[-1][2])
+        worker.broadcast(0, cycle, 0.1)
+    assert taus == [3, 3, 3]
+
+
+@pytest.mark.parametrize("phases", [1, 3])
+def test_exchanges_that_take_the_processor_may_take_2_percent_of_it(phases: Any) -> None:
+    worker = WorkerAlone(Mpca(phases=phases), buffers=0)
+    spent, steps = 0.0, 0
+    for cycle in range(1, 40):
+        for shard in range(phases):
+            worker.broadcast(shard, cycle, 0.1)
+        before = len(worker.contributions)
+        cost = 0.039  # for each cycle; 20 gradients of 0.1 s pay for it
+        while len(worker.contributions) < before + phases:
+            worker.gradient(cost)
+            spent, steps, cost = spent + cost, steps + 1, 0.0
+    assert worker.machine.least == 20
+    assert spent / (0.1 * steps) == pytest.approx(0.02, rel=0.1)
+
+
 def test_alpha_is_nothing_then_high_then_decays_by_a_constant_factor() -> None:
     """Section 6.3."""
     options = Mpca(alpha=0.05, alpha_start=0.5, free_steps=20, settle_steps=200)
@@ -446,6 +474,7 @@ def test_every_worker_is_told_the_alpha_of_the_step_that_the_hub_is_at() -> None
         ({"gamma_cycles": -1}, "gamma_cycles cannot be negative: -1"),
         ({"phases": 0}, "phases"),
         ({"phases": 4}, "phases"),
+        ({"tau": 0}, "tau must be at least 1 or 'auto', not 0"),
         ({"shards": 2}, r"shards must be within phases \(3\) and 16, not 2"),
         ({"shards": SHARDS_MAX + 1}, r"shards must be within phases \(3\) and 16, not 17"),
         ({"penalty": "pull"}, "penalty"),

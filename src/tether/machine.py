@@ -53,12 +53,17 @@ class Started(Event, frozen=True):
 
 
 class GradientReady(Event, frozen=True):
-    """The outstanding `Compute` is done; `seconds` is how long it took."""
+    """The outstanding `Compute` is done; `seconds` is how long it took.
+
+    `exchange_seconds` are the processor's that the node has spent on exchanges since the gradient before, and that
+    training on the same processors went without. Where exchanges take none, as in the simulator, it is 0.
+    """
 
     gradient: Tensor
     loss: float
     samples: int
     seconds: float
+    exchange_seconds: float = 0.0
 
 
 class Received(Event, frozen=True):

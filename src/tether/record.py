@@ -58,6 +58,7 @@ class _GradientReady(msgspec.Struct, frozen=True, tag="GradientReady"):
     loss: float
     samples: int
     seconds: float
+    exchange_seconds: float
     buffers: Tensor
 
 
@@ -74,7 +75,7 @@ class EventLog:
         written: msgspec.Struct = event
         if isinstance(event, GradientReady):
             buffers = self._replica.weights[self._replica.parameter_count :]
-            written = _GradientReady(event.gradient, event.loss, event.samples, event.seconds, buffers)
+            written = _GradientReady(**msgspec.structs.asdict(event), buffers=buffers)
         frames = [bytes(frame) for frame in self._codec.encode(written)]
         entry = msgspec.msgpack.encode((now, effects_digest(effects), _checksum(self._replica), frames))
         with self._path.open("ab") as file:
@@ -142,7 +143,7 @@ def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[
         match event:
             case _GradientReady():
                 buffers = event.buffers
-                event = GradientReady(event.gradient, event.loss, event.samples, event.seconds)
+                event = GradientReady(*msgspec.structs.astuple(event)[:-1])
             case _Received():
                 event = Received(event.sender, event.message)
             case _Broadcasted():

@@ -33,7 +33,7 @@ class Meter(msgspec.Struct):
     steps: int = 0
     samples: int = 0
     loss: float = float("nan")
-    #: taking gradients and stepping
+    #: taking gradients, stepping and being pulled
     compute_seconds: float = 0.0
     #: of these, waiting for the next mini-batch; in the simulator data costs nothing
     load_seconds: float = 0.0

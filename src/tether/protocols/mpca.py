@@ -5,7 +5,7 @@ shard round a cycle of its own:
 
 1. Broadcast: the projected joint shard goes to all workers, where it becomes the new target by a swap.
 2. Reduction: having it, a worker contributes a copy of its own shard, weighted by the steps tau it has made since its
-   last contribution of that shard (equation 9). One that has made none contributes after its next step.
+   last contribution of that shard (equation 9). One that has made too few contributes when it has made enough.
 3. Preparation: the hub blends the mean into its shard, x <- (1 - beta) x + beta R (equation 8), follows how it moves,
    v <- delta v + (1 - delta) (x_t - x_t-1) (equation 4), and projects it, x* = x + gamma v (equation 5).
 
@@ -21,6 +21,10 @@ Schedules, all told by the hub so that every worker has the same: alpha is 0 for
 to its target (section 6.3); beta goes from 1 to its target by a constant factor per cycle (section 4.5); gamma grows
 from 0 (section 4.3).
 
+How many steps are enough: one, where exchanges cost no more than time on the network. Processes that share their
+processors with training would exchange at almost every step and train at half their speed; there a worker makes as many
+as keep what its exchanges cost below 2 % of what its gradients take. The paper's cycles last 12 to 108 steps.
+
 A worker begins when it has every shard, so one that comes late begins with the joint model, like all. One that dies is
 left out of the reductions under way.
 
@@ -30,6 +34,7 @@ contributions of one shard add up to the steps it has made.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,6 +71,8 @@ from tether.vector import shards
 
 #: more would be told of as closed too late (see `tether.runtimes.collectives`)
 SHARDS_MAX = 16
+#: how much of a worker's time its exchanges may cost, where they cost any
+EXCHANGE_SHARE = 0.02
 
 
 class Projected(Message, frozen=True):
@@ -91,6 +98,9 @@ class Mpca(Options):
     )
     weighted: bool = option(True, "weight a worker by the steps it made; otherwise all count alike")
     shards: int | None = option(None, "pieces the model is cut into; none: as many as phases")
+    tau: int | Literal["auto"] = option(
+        "auto", "least steps between two contributions of a shard; 'auto': as few as cost a worker 2 % of its time"
+    )
     alpha_start: float = option(0.5, "the first pull, from which alpha decays to its target")
     free_steps: int = option(20, "steps without any pull at the beginning")
     settle_steps: int = option(200, "steps in which alpha decays from alpha_start to its target")
@@ -115,6 +125,8 @@ class Mpca(Options):
         for name in ("free_steps", "settle_steps", "beta_cycles", "gamma_cycles"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} cannot be negative: {getattr(self, name)}")
+        if self.tau != "auto" and self.tau < 1:
+            raise UsageError(f"tau must be at least 1 or 'auto', not {self.tau}")
         if self.shards is not None and not self.phases <= self.shards <= SHARDS_MAX:
             raise UsageError(f"shards must be within phases ({self.phases}) and {SHARDS_MAX}, not {self.shards}")
 
@@ -125,7 +137,7 @@ class Mpca(Options):
             cls(phases=1),
             cls(phases=2),
             cls(phases=2, shards=5, gamma=0.0),
-            cls(penalty="gradient", weighted=False, alpha=0.02),
+            cls(penalty="gradient", weighted=False, alpha=0.02, tau=3),
         )
 
     def machine(self, seat: Seat) -> Machine:
@@ -294,8 +306,13 @@ class MpcaWorker:
         self.alpha = 0.0
         self._cut = options.cut(seat)
         self._targets: list[Tensor | None] = [None] * len(self._cut)
-        #: steps since each shard's last contribution
+        #: steps since each shard's last contribution, and how many it takes for the next
         self.taus = [0] * len(self._cut)
+        self.least = 1 if options.tau == "auto" else options.tau
+        self._steps = 0
+        self._contributions = 0
+        self._compute_seconds = 0.0
+        self._exchange_seconds = 0.0
         #: reductions that wait for a step, by their shard
         self._awaited: dict[int, Reduce] = {}
 
@@ -304,7 +321,7 @@ class MpcaWorker:
             case Broadcasted(members=members, message=Projected() as projected):
                 return self._take(projected, members)
             case GradientReady(gradient=gradient):
-                self.taus = [tau + 1 for tau in self.taus]
+                self._count(event)
                 contributions = [e for shard in sorted(self._awaited) for e in self._contribute(shard)]
                 if self.options.penalty == "gradient":
                     return [Step(self._tilted(gradient)), *contributions, Compute()]
@@ -318,18 +335,31 @@ class MpcaWorker:
         part = self._cut[shard]
         reduction = Reduce(tag_of(shard, projected.cycle), members, snapshot(part.start, part.stop))
         self._awaited[shard] = reduction
-        if self.running:
-            return self._contribute(shard) if self.taus[shard] else []
         effects = self._contribute(shard)
+        if self.running:
+            return effects
         targets = [target for target in self._targets if target is not None]
         if len(targets) == len(self._cut):
             self.running = True
             effects += [Install(torch.cat(targets)), Compute()]
         return effects
 
+    def _count(self, ready: GradientReady) -> None:
+        self._steps += 1
+        self.taus = [tau + 1 for tau in self.taus]
+        self._compute_seconds += ready.seconds
+        self._exchange_seconds += ready.exchange_seconds
+        if self.options.tau == "auto" and self._contributions and self._compute_seconds:
+            cycle = self._exchange_seconds * len(self._cut) / self._contributions
+            self.least = max(1, math.ceil(cycle / (EXCHANGE_SHARE * self._compute_seconds / self._steps)))
+
     def _contribute(self, shard: int) -> list[Effect]:
+        """The awaited contribution of a shard, if there are steps enough in it; one that has not begun has nothing."""
+        if self.running and self.taus[shard] < self.least:
+            return []
         reduction, steps = self._awaited.pop(shard), self.taus[shard]
         self.taus[shard] = 0
+        self._contributions += 1
         weight = float(steps) if self.options.weighted else float(steps > 0)
         return [Reduce(reduction.tag, reduction.members, reduction.values, weight, steps)]
 
@@ -352,7 +382,7 @@ class MpcaWorker:
         return tilted
 
     def check(self) -> None:
-        if any(self.taus[shard] for shard in self._awaited):
+        if any(self.taus[shard] >= self.least for shard in self._awaited):
             raise InvariantBroken(f"contributions of shards {sorted(self._awaited)} are held back")
 
 

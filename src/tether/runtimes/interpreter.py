@@ -209,16 +209,16 @@ class Interpreter:
                     self._idle_since = None
                 self._computing = True
                 self.host.compute(fresh)
-            case Step():
+            case Add(loose=True) | Blend(loose=True):
+                self.host.beside(partial(change, self.replica, effect), bool)
+            case Step() | Blend():
                 start = self.host.now()
                 change(self.replica, effect)
                 stop = self.host.now()
                 self.meter.compute_seconds += stop - start
-                self.tracer.span("compute", "step", start, stop)
+                self.tracer.span("compute", "step" if isinstance(effect, Step) else "pull", start, stop)
                 self._snapshots.clear()
-            case Add(loose=True) | Blend(loose=True):
-                self.host.beside(partial(change, self.replica, effect), bool)
-            case Install() | Add() | Blend():
+            case Install() | Add():
                 change(self.replica, effect)
                 self._snapshots.clear()
             case Send(to=to, message=message):

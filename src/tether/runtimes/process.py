@@ -92,6 +92,8 @@ class NodeProcess:
         #: what came from others before the driver said to begin
         self._early: list[Received] = []
         self._reported_at = 0.0
+        #: the processor's time that the link's thread has taken, which the training thread reads
+        self._link_seconds = 0.0
         self._timers: list[tuple[float, str, int]] = []
         self._settings: dict[str, int] = {}
         machine, replica = birth.plan.build(birth.node)
@@ -173,6 +175,7 @@ class NodeProcess:
 
     def _train(self) -> None:
         interpreter, replica = self._interpreter, self._interpreter.replica
+        exchanged = 0.0
         while True:
             with self._lock:
                 while self._compute is None and not self._over:
@@ -182,7 +185,9 @@ class NodeProcess:
                 fresh, self._compute = bool(self._compute), None
             start = time.monotonic()
             gradient, loss, samples = replica.compute(fresh)
-            ready = GradientReady(gradient, loss, samples, time.monotonic() - start)
+            seconds = time.monotonic() - start
+            exchanged, before = self._link_seconds, exchanged
+            ready = GradientReady(gradient, loss, samples, seconds, exchanged - before)
             with self._lock:
                 if self._over:
                     return
@@ -199,6 +204,7 @@ class NodeProcess:
                 if poller.poll(self._milliseconds_to_next_timer()):
                     self._take_message()
                 self._fire_timers()
+                self._link_seconds = time.thread_time()
         except Exception as error:
             self._fail(error)
 
