@@ -377,32 +377,20 @@ def test_who_has_made_no_step_contributes_after_the_next_before_it_is_displaced(
 # ---- schedules and settings -----------------------------------------------------------------------------------------
 
 
-def test_a_worker_contributes_after_as_many_steps_as_it_was_told() -> None:
-    worker = WorkerAlone(Mpca(phases=1, tau=3), buffers=0)
-    worker.broadcast(0, 1, 0.1)
-    taus = []
-    for cycle in range(2, 5):
-        while not of_kind(worker.gradient(), Reduce):
-            pass
-        taus.append(worker.contributions[-1][2])
-        worker.broadcast(0, cycle, 0.1)
-    assert taus == [3, 3, 3]
-
-
-@pytest.mark.parametrize("phases", [1, 3])
-def test_exchanges_that_take_the_processor_may_take_2_percent_of_it(phases: Any) -> None:
-    worker = WorkerAlone(Mpca(phases=phases), buffers=0)
+@pytest.mark.parametrize(("phases", "share", "steps_paid"), [(1, 0.02, 20), (3, 0.02, 20), (2, 0.1, 4)])
+def test_exchanges_that_take_the_processor_may_take_a_share_of_it(phases: Any, share: float, steps_paid: int) -> None:
+    worker = WorkerAlone(Mpca(phases=phases, exchange_share=share), buffers=0)
     spent, steps = 0.0, 0
     for cycle in range(1, 40):
         for shard in range(phases):
             worker.broadcast(shard, cycle, 0.1)
         before = len(worker.contributions)
-        cost = 0.039  # for each cycle; 20 gradients of 0.1 s pay for it
+        cost = 0.039  # for each cycle; gradients take 0.1 s
         while len(worker.contributions) < before + phases:
             worker.gradient(cost)
             spent, steps, cost = spent + cost, steps + 1, 0.0
-    assert worker.machine.least == 20
-    assert spent / (0.1 * steps) == pytest.approx(0.02, rel=0.1)
+    assert worker.machine.least == steps_paid
+    assert spent / (0.1 * steps) == pytest.approx(share, rel=0.1)
 
 
 def test_alpha_is_nothing_then_high_then_decays_by_a_constant_factor() -> None:
@@ -472,9 +460,9 @@ def test_every_worker_is_told_the_alpha_of_the_step_that_the_hub_is_at() -> None
         ({"settle_steps": -1}, "settle_steps cannot be negative: -1"),
         ({"beta_cycles": -1}, "beta_cycles cannot be negative: -1"),
         ({"gamma_cycles": -1}, "gamma_cycles cannot be negative: -1"),
+        ({"exchange_share": 0.0}, "exchange_share must be above 0 and at most 1, not 0.0"),
         ({"phases": 0}, "phases"),
         ({"phases": 4}, "phases"),
-        ({"tau": 0}, "tau must be at least 1 or 'auto', not 0"),
         ({"shards": 2}, r"shards must be within phases \(3\) and 16, not 2"),
         ({"shards": SHARDS_MAX + 1}, r"shards must be within phases \(3\) and 16, not 17"),
         ({"penalty": "pull"}, "penalty"),

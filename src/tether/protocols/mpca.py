@@ -23,7 +23,7 @@ from 0 (section 4.3).
 
 How many steps are enough: one, where exchanges cost no more than time on the network. Processes that share their
 processors with training would exchange at almost every step and train at half their speed; there a worker makes as many
-as keep what its exchanges cost below 2 % of what its gradients take. The paper's cycles last 12 to 108 steps.
+as keep what its exchanges cost below a share of what its gradients take. The paper's cycles last 12 to 108 steps.
 
 A worker begins when it has every shard, so one that comes late begins with the joint model, like all. One that dies is
 left out of the reductions under way.
@@ -71,8 +71,6 @@ from tether.vector import shards
 
 #: more would be told of as closed too late (see `tether.runtimes.collectives`)
 SHARDS_MAX = 16
-#: how much of a worker's time its exchanges may cost, where they cost any
-EXCHANGE_SHARE = 0.02
 
 
 class Projected(Message, frozen=True):
@@ -98,8 +96,8 @@ class Mpca(Options):
     )
     weighted: bool = option(True, "weight a worker by the steps it made; otherwise all count alike")
     shards: int | None = option(None, "pieces the model is cut into; none: as many as phases")
-    tau: int | Literal["auto"] = option(
-        "auto", "least steps between two contributions of a shard; 'auto': as few as cost a worker 2 % of its time"
+    exchange_share: float = option(
+        0.02, "how much of a worker's time its exchanges may take from training on the same processors"
     )
     alpha_start: float = option(0.5, "the first pull, from which alpha decays to its target")
     free_steps: int = option(20, "steps without any pull at the beginning")
@@ -125,8 +123,8 @@ class Mpca(Options):
         for name in ("free_steps", "settle_steps", "beta_cycles", "gamma_cycles"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} cannot be negative: {getattr(self, name)}")
-        if self.tau != "auto" and self.tau < 1:
-            raise UsageError(f"tau must be at least 1 or 'auto', not {self.tau}")
+        if not 0 < self.exchange_share <= 1:
+            raise UsageError(f"exchange_share must be above 0 and at most 1, not {self.exchange_share}")
         if self.shards is not None and not self.phases <= self.shards <= SHARDS_MAX:
             raise UsageError(f"shards must be within phases ({self.phases}) and {SHARDS_MAX}, not {self.shards}")
 
@@ -137,7 +135,7 @@ class Mpca(Options):
             cls(phases=1),
             cls(phases=2),
             cls(phases=2, shards=5, gamma=0.0),
-            cls(penalty="gradient", weighted=False, alpha=0.02, tau=3),
+            cls(penalty="gradient", weighted=False, alpha=0.02),
         )
 
     def machine(self, seat: Seat) -> Machine:
@@ -308,7 +306,7 @@ class MpcaWorker:
         self._targets: list[Tensor | None] = [None] * len(self._cut)
         #: steps since each shard's last contribution, and how many it takes for the next
         self.taus = [0] * len(self._cut)
-        self.least = 1 if options.tau == "auto" else options.tau
+        self.least = 1
         self._steps = 0
         self._contributions = 0
         self._compute_seconds = 0.0
@@ -349,9 +347,10 @@ class MpcaWorker:
         self.taus = [tau + 1 for tau in self.taus]
         self._compute_seconds += ready.seconds
         self._exchange_seconds += ready.exchange_seconds
-        if self.options.tau == "auto" and self._contributions and self._compute_seconds:
+        if self._contributions and self._compute_seconds:
             cycle = self._exchange_seconds * len(self._cut) / self._contributions
-            self.least = max(1, math.ceil(cycle / (EXCHANGE_SHARE * self._compute_seconds / self._steps)))
+            allowed = self.options.exchange_share * self._compute_seconds / self._steps
+            self.least = max(1, math.ceil(cycle / allowed))
 
     def _contribute(self, shard: int) -> list[Effect]:
         """The awaited contribution of a shard, if there are steps enough in it; one that has not begun has nothing."""
