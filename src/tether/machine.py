@@ -18,7 +18,9 @@ What holds for every machine and every runtime:
 - At most one `Compute` is outstanding per node.
 - Messages between two nodes arrive in the order they were sent, or not at all if one of the two died.
 - After `PeerLost(p)` nothing more of `p` arrives. Names are never used twice: who comes back has a new one.
-- The run ends when the joint node, the one whose vector is the joint model, performs `Finish`.
+- The run ends when the joint node, the one whose vector is the joint model, performs `Finish`. A protocol may have no
+  such node: then any may evaluate, save and finish, the first that finishes ends the run with its vector, and the run
+  survives the death of each as long as another computes.
 """
 
 from __future__ import annotations
@@ -114,7 +116,7 @@ class PeerLost(Event, frozen=True):
 
 
 class StopRequested(Event, frozen=True):
-    """At the joint node: the run shall end early, in good order."""
+    """At the joint node, or at every node where none is special: the run shall end early, in good order."""
 
     reason: str
 

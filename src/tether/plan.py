@@ -155,7 +155,7 @@ class RunPlan:
             restored=restored,
             _data=data,
         )
-        joint = next(node for node in plan.nodes if node.name == plan.joint)
+        joint = next(node for node in plan.nodes if plan.joint in ("", node.name))
         _, replica = plan.build(joint)
         if protocol.steps_at_hub and isinstance(replica, Learner) and not replica.flat:
             raise UsageError(
@@ -203,7 +203,7 @@ class RunPlan:
                     "the task's model has changed since"
                 )
             replica.weights.copy_(restored.weights)
-            if node.name == self.joint:
+            if self.joint in ("", node.name):
                 replica.restore(restored.replica_state)
         seat = Seat(
             node,

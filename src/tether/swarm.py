@@ -96,7 +96,7 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
     helpers = tuple(node.name for node in nodes if not node.computes and node.name != options.joint)
     faults = Faults.draw(rng, computing, hub, 0.7 * steps * step_time.seconds, helpers)
     if plant == "drop" and len(nodes) > 1:
-        pair = (options.joint, str(rng.choice(computing)))
+        pair = (options.joint or computing[0], str(rng.choice(computing)))
         faults = faults.drop(*(pair if rng.random() < 0.5 else pair[::-1]), nth=int(rng.integers(1, 8)))
     link, latency = float(rng.choice([1e4, 1e6, 1e9])), float(rng.choice([0.0, 0.0002, 0.05]))
     sim = Sim(

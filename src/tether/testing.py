@@ -100,7 +100,7 @@ def _check_faults(options: Options, sim: Sim, directory: Path) -> None:
         "restart": Faults().restart("worker-2", step=3, seconds=1.0),
         "pause": Faults().pause("worker-3", at=0.7, seconds=60),
         "slow": Faults().slow("worker-0", 10),
-        "cut": Faults().cut("worker-1", options.joint, at=0.5, seconds=5),
+        "cut": Faults().cut("worker-1", options.joint or "worker-0", at=0.5, seconds=5),
     }
     for name, faults in schedules.items():
         result = train_quietly(Blobs(), options, replace(sim, faults=faults), directory / name, steps=40)

@@ -22,7 +22,7 @@ class Options:
     name: ClassVar[str]
     summary: ClassVar[str]
     messages: ClassVar[tuple[type[Message], ...]] = ()
-    #: the node whose vector is the joint model
+    #: the node whose vector is the joint model; "": none is special, and whoever finishes first ends the run
     joint: ClassVar[str] = "hub"
     #: the joint node steps with gradients of others, so the optimizer must be elementwise
     steps_at_hub: ClassVar[bool] = False

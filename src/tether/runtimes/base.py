@@ -24,7 +24,7 @@ class Plan(Protocol):
 
     @property
     def joint(self) -> str:
-        """The node that holds the joint model."""
+        """The node that holds the joint model, or "" if none is special."""
         ...
 
     @property
@@ -121,7 +121,7 @@ class Runtime(Protocol):
         ...
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
-        """Run all nodes until the joint node has finished."""
+        """Run all nodes until the joint node has finished, or the first where none is special."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Faults:
     ) -> Faults:
         """Random faults in the first part of a run: at least one worker is never killed, and the hub never dies.
 
+        Links are cut between a worker and the hub, or between two workers where no node is special (hub "").
         Helpers, such as aggregators, are mortal too. Everybody, the hub included, may stand still for a while.
         """
         faults = Faults()
@@ -103,7 +104,8 @@ class Faults:
             at = float(rng.uniform(0, horizon_seconds))
             seconds = float(rng.exponential(horizon_seconds / 8))
             worker = str(rng.choice(list(workers)))
-            kinds = ["pause", "slow"] + (["cut"] if hub else []) + (["crash", "restart"] if mortal else [])
+            linked = hub or (hub == "" and len(workers) > 1)
+            kinds = ["pause", "slow"] + (["cut"] if linked else []) + (["crash", "restart"] if mortal else [])
             match str(rng.choice(kinds)):
                 case "pause":
                     anybody = str(rng.choice([*workers, *helpers, *filter(None, (hub,))]))
@@ -111,8 +113,8 @@ class Faults:
                 case "slow":
                     faults = faults.slow(worker, float(rng.uniform(2, 20)), at=at, seconds=seconds)
                 case "cut":
-                    assert hub is not None
-                    faults = faults.cut(worker, hub, at=at, seconds=seconds)
+                    peer = hub or str(rng.choice([other for other in workers if other != worker]))
+                    faults = faults.cut(worker, peer, at=at, seconds=seconds)
                 case "crash":
                     faults = faults.crash(str(mortal.pop()), at=at)
                 case "restart":

@@ -102,7 +102,8 @@ class Driver:
             late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
             if not self._stopping and (reason := self._observer.stop_requested() or late):
                 self._stopping = True
-                self._outbox.send(self._plan.joint, control.Stop(reason))
+                for name in [self._plan.joint] if self._plan.joint else sorted(self._living):
+                    self._outbox.send(name, control.Stop(reason))
         ending = frozenset(self._living)  # who ends from now on has not died of anything
         for name in ending:
             self._outbox.send(name, control.End())
@@ -168,7 +169,7 @@ class Driver:
                 effect = Checkpoint(saved.step, saved.samples, state, saved.final)
                 observer.checkpoint(effect, saved.weights, replica_state, saved.now)
             case control.Finished(reason=reason, weights=weights, now=now):
-                if sender == self._plan.joint:
+                if self._plan.joint in ("", sender) and self._outcome is None:
                     self._outcome = Outcome(weights, now, reason)
             case control.Bye(meter=meter, spans=spans):
                 self._said_bye.add(sender)

@@ -281,14 +281,14 @@ class _Place:
         with _randomness_kept():
             self.simulation.observer.evaluate(effect, weights, self.simulation.now)
         if not effect.final and (reason := self.simulation.observer.stop_requested()):
-            self.simulation.at(self.simulation.now, self.deliver, StopRequested(reason))
+            self.simulation.request_stop(reason)
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         self.simulation.observer.checkpoint(effect, weights, replica_state, self.simulation.now)
 
     def finish(self, reason: str, weights: Tensor) -> None:
-        if self.node.name == self.simulation.plan.joint:
-            self.simulation.reason = reason
+        if self.simulation.plan.joint in ("", self.node.name) and self.simulation.reason is None:
+            self.simulation.reason, self.simulation.finisher = reason, self.node.name
 
     def deliver(self, event: Event) -> None:
         """Hand an event to the node, later if it is paused, never if it is dead."""
@@ -314,6 +314,8 @@ class Simulation:
         self.now = 0.0
         self.events = 0
         self.reason: str | None = None
+        #: who ended the run
+        self.finisher = ""
         model_bytes = settings.model_bytes
         self.bytes_scale = 1.0 if model_bytes is None else units.byte_count(model_bytes) / plan.vector_bytes
         self._bandwidth = units.bytes_per_second(settings.link)
@@ -352,7 +354,7 @@ class Simulation:
                 raise Stalled(f"not finished after {self.events} events; {self._standing()}")
             self.now, _, action, arguments = heapq.heappop(self._heap)
             action(*arguments)
-        joint = self._places[self.plan.joint].interpreter
+        joint = self._places[self.finisher].interpreter
         return Outcome(
             weights=joint.replica.weights,
             seconds=self.now,
@@ -362,6 +364,12 @@ class Simulation:
             lost=frozenset(name for name, place in self._places.items() if place.died_at is not None),
             events=self.events,
         )
+
+    def request_stop(self, reason: str) -> None:
+        """Tell the joint node, or everybody where none is special."""
+        for name, place in self._places.items():
+            if self.plan.joint in ("", name):
+                self.at(self.now, place.deliver, StopRequested(reason))
 
     def transmit(self, sender: _Place, to: str, message: Message) -> None:
         pair = (sender.node.name, to)
