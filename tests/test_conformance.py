@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tether import Averaging, Elastic, Local, Mpca, Server, Sim, Single
+from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single
 from tether.machine import Message
-from tether.protocols import Options, known, mpca
+from tether.protocols import Options, grid, known, mpca
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
 from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
@@ -35,6 +35,18 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Ask(),
         Centre(torch.arange(3.0), 0.1, 7),
         Difference(torch.ones(2), torch.zeros(1), 7, 112, 0.1, 0.05, 0.0),
+    ],
+    Grid: [
+        grid.Config(1, "worker-0", 3, ("worker-0", "worker-1"), 7, 112, "all steps made"),
+        grid.Welcome(grid.Config(2, "worker-1", 1, ("worker-1",), 7, 112), torch.arange(3.0)),
+        grid.Ready(),
+        grid.Stand(2, (1, "worker-0", 3)),
+        grid.Vote(2, True, False, 7, 112),
+        grid.Open((1, "worker-0", 3), 1, 5, 7, 112),
+        grid.Slice((1, "worker-0", 3), 1, 5, 2, 1.0, torch.arange(3.0)),
+        grid.Mean((1, "worker-0", 3), 1, 5, 2, 4.0, torch.arange(3.0)),
+        grid.Done((1, "worker-0", 3), 1, 5),
+        grid.Tally(3, 48),
     ],
     Mpca: [mpca.Projected(2, 7, 0.05, torch.arange(3.0))],
 }

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from tether import Averaging, Elastic, Faults, Mpca, Server, Sim, Single
+from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single
 from tether.machine import Effect, Event, Message, Node, Replica, Snapshot
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
@@ -39,6 +39,7 @@ VARIANTS: dict[Options, int] = {
     Elastic(tau=4, exchangers=1): 9,
     Mpca(phases=1): 4,
     Mpca(phases=2): 2,
+    Grid(dimensions=1, steps_per_round=2): 4,
 }
 LINES_MAX = 60
 WIDTH = 120

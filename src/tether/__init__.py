@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tether.errors import InvariantBroken, RunError, Stalled, TaskError, TetherError, UsageError, WireError
-from tether.protocols import Averaging, Elastic, Mpca, Server, Single
+from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single
 from tether.run import Result, resume, run
 from tether.runtimes.faults import Faults
 from tether.runtimes.local import Local
@@ -16,6 +16,7 @@ __all__ = [
     "Averaging",
     "Elastic",
     "Faults",
+    "Grid",
     "InvariantBroken",
     "Local",
     "Mpca",

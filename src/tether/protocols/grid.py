@@ -1,0 +1,977 @@
+"""The elastic grid of BIDMach (Peng 2018, chapters 2 and 3), with what its section 6.1 leaves for the future.
+
+There is no hub: every node trains, without ever waiting, and is tied to the nodes of its lines.
+
+The grid (2.1, 6.1.1). Nodes have places in a box of d dimensions whose sides differ by at most one. Nodes that differ
+in one coordinate are a line; a node is in d lines. Empty places never share a line, so the populations of the lines of
+a dimension differ by at most one. An empty place is looked after by its neighbour along the first dimension, which
+takes part in the lines of that place as well; without that a grid with several empty places can fall apart. So a change
+at one node reaches every other in at most d rounds, one along each dimension, whatever the number of nodes.
+
+A round (algorithm 1). The p peers of a line cut the vector into p slices. Each sends the i-th slice of its vector to
+the i-th peer, which takes the mean and sends that to all; with all means a node moves its vector by
+
+    x <- x + alpha * (mean - s)         s is the vector as it was sent, or (`pull="blend"`, as in line 17) as it is now
+
+With s as it was sent the sum over a line is kept and no step that was made meanwhile is pulled back. Buffers, being
+averages themselves, always move from where they are, so that they stay between those of the peers. Lines do not wait
+for each other, and a line may have several rounds under way.
+
+Line masters (2.1). The first peer of a line starts its rounds. A node reports a round when it has ended there and
+`steps_per_round` steps have been made since the report before (6.1.3); when all have reported the next one starts. A
+node that hears of a round in any way takes part in it. It keeps no more rounds of a line than may be under way: an
+older one is given up, since a quorum of the line has ended it.
+
+Quorums with patience (2.1, 6.1.4). Slices, means and reports are waited for from all living peers, and after a time-out
+only from a quorum. The previous slice or mean of a silent peer then stands in for it. The time-out is three times what
+half of the peers usually take, unless it is given. Who is known to be dead is not waited for.
+
+The master and its configurations (2.2). The master places the nodes, again whenever one comes or goes, and moves as few
+as the balance allows. A configuration has a stamp: the number of the master's term, the master, and a version. A node
+obeys the newest it has heard of; what belongs to an older one is ignored, and what belongs to one that has not come yet
+is kept until it does. Rounds begin anew with each.
+
+Newcomers. The master sends a newcomer its own vector; the newcomer installs it, trains, and says that it is ready; then
+it gets a place. Before it has values it neither takes part in rounds nor votes nor stands for election, so values that
+are nobody's can never become those of others, whoever dies.
+
+Elections (6.1.5). Deaths are certain: the runtime is their authority, and a node that pauses is not dead. When the
+master has died, each node stands for election after a delay that grows with its place in the configuration and doubles
+with every attempt. It takes the next number and asks all living nodes. A node votes once for each number, never for an
+older number than it has seen, and never for a candidate whose configuration is older than its own: it sends its own
+instead. A majority of the living wins; newcomers abstain. A term is a number together with the name of who won it, so
+two masters of one term are impossible, and of masters of different terms everybody obeys the latest. A vote tells what
+the voter knows of the count, which line masters spread with every round; what only the dead knew is made again.
+
+The end. When all steps are made, or a stop is asked for, the master sends a final configuration. Nodes stop training
+and reduce along one dimension after the other, sums carrying their weights, so the master gets the exact mean over all
+nodes; whoever dies meanwhile is left out by another final configuration, which begins anew. The joint model of
+evaluations and backups before the end is the master's own vector.
+
+Invariants: no more rounds of a line are under way than allowed; only the first peer of a line leads it; a node's
+configurations only become newer; populations of the lines differ by at most one; a node without values does not
+compute.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from tether.errors import InvariantBroken, UsageError
+from tether.machine import (
+    Add,
+    Blend,
+    CancelTimer,
+    Compute,
+    Effect,
+    Event,
+    Fail,
+    GradientReady,
+    Install,
+    Machine,
+    Message,
+    Node,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Record,
+    Replica,
+    Seat,
+    Send,
+    SetTimer,
+    Started,
+    Step,
+    StopRequested,
+    TimerFired,
+    change,
+    snapshot,
+)
+from tether.protocols.base import Options, Pace, option
+from tether.vector import shards
+
+#: alpha times the number of pulls that may overlap, unless alpha is given
+BETA = 0.9
+#: the time-out, as a multiple of what half of the peers take, and before anything has been measured
+PATIENCE = 3.0
+FIRST_SECONDS = 1.0
+#: how much a new measurement counts
+FRESHNESS = 0.2
+#: between the attempts of two nodes to be elected
+STAND_SECONDS = 0.2
+#: a node tells the master of so many steps at the latest, and for every so many nodes half as often
+TALLY_STEPS = 4
+TALLY_NODES = 64
+
+#: number of the term, its master, version
+Stamp = tuple[int, str, int]
+Place = tuple[int, ...]
+#: what is waited for in a round
+Kind = Literal["slices", "means", "reports"]
+
+
+# ---- placement ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Line:
+    """The nodes that differ in one coordinate, in its order; the first is the line's master."""
+
+    dimension: int
+    peers: tuple[str, ...]
+
+
+def sides(count: int, dimensions: int) -> Place:
+    """The smallest box whose sides differ by at most one, longer ones first."""
+    box = [1] * dimensions
+    for dimension in itertools.cycle(range(dimensions)):
+        if math.prod(box) >= count:
+            break
+        box[dimension] += 1
+    return tuple(box)
+
+
+@lru_cache(maxsize=256)
+def places(count: int, dimensions: int) -> tuple[Place, ...]:
+    """The places of so many nodes.
+
+    Places whose coordinates have the same sum, modulo the longest side, share no line, and each line along that side
+    has one. There are more of them than empty places in the smallest box, so the empty places are the last of these.
+    """
+    box = sides(count, dimensions)
+    last = box[0] - 1
+    everywhere = list(itertools.product(*map(range, box)))
+    firm = [place for place in everywhere if sum(place) % box[0] != last]
+    spare = [place for place in everywhere if sum(place) % box[0] == last]
+    return (*firm, *spare[: count - len(firm)])
+
+
+def rearranged(before: tuple[str, ...], now: Iterable[str], dimensions: int) -> tuple[str, ...]:
+    """The nodes that are there now, in the order of their places; who can stay where it was stays."""
+    now = list(now)
+    was = dict(zip(before, places(len(before), dimensions), strict=True))
+    target = places(len(now), dimensions)
+    kept = {was[name]: name for name in now if name in was}
+    stays = {place: kept[place] for place in target if place in kept}
+    movers = iter([name for name in now if was.get(name) not in stays])
+    return tuple(stays[place] if place in stays else next(movers) for place in target)
+
+
+@lru_cache(maxsize=16)
+def lines(members: tuple[str, ...], dimensions: int) -> tuple[Line, ...]:
+    """All lines of at least two nodes; an empty place is its neighbour's along the first dimension."""
+    box = sides(len(members), dimensions)
+    at = dict(zip(places(len(members), dimensions), members, strict=True))
+
+    def who(place: Place) -> str:
+        first, rest = place[0], place[1:]
+        return at[place] if place in at else at[(first - 1 if first else 1, *rest)]
+
+    found = []
+    for dimension, side in enumerate(box):
+        others = [range(length) if k != dimension else range(1) for k, length in enumerate(box)]
+        for origin in itertools.product(*others):
+            line = [who((*origin[:dimension], i, *origin[dimension + 1 :])) for i in range(side)]
+            found.append(Line(dimension, tuple(dict.fromkeys(line))))
+    return tuple(line for line in found if len(line.peers) > 1)
+
+
+@lru_cache(maxsize=16)
+def lines_of(members: tuple[str, ...], dimensions: int) -> dict[str, list[int]]:
+    """The numbers of each node's lines."""
+    numbers: dict[str, list[int]] = {name: [] for name in members}
+    for number, line in enumerate(lines(members, dimensions)):
+        for peer in line.peers:
+            numbers[peer].append(number)
+    return numbers
+
+
+# ---- messages -------------------------------------------------------------------------------------------------------
+
+
+class Config(Message, frozen=True):
+    """Master to all: who takes part, in the order of the places, and how far the run is; `final` is why it ends."""
+
+    number: int
+    master: str
+    version: int
+    members: tuple[str, ...]
+    step: int
+    samples: int
+    final: str = ""
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.number, self.master, self.version
+
+
+class Welcome(Message, frozen=True):
+    """Master to a node without a place: the configuration, and values to begin with."""
+
+    config: Config
+    values: Tensor
+
+
+class Ready(Message, frozen=True):
+    """Newcomer to master: it has values and trains."""
+
+
+class Stand(Message, frozen=True):
+    """Candidate to all: the master is dead; vote for me. With the configuration it has."""
+
+    number: int
+    stamp: Stamp
+
+
+class Vote(Message, frozen=True):
+    """Answer to a candidate; a newcomer abstains. With the count as the voter knows it."""
+
+    number: int
+    granted: bool
+    abstains: bool
+    step: int
+    samples: int
+
+
+class Open(Message, frozen=True):
+    """Line master to its line: a round begins. With the count as it knows it."""
+
+    stamp: Stamp
+    line: int
+    round: int
+    step: int
+    samples: int
+
+
+class Slice(Message, frozen=True):
+    """Peer to peer: the receiver's slice of the sender's vector."""
+
+    stamp: Stamp
+    line: int
+    round: int
+    start: int
+    weight: float
+    values: Tensor
+
+
+class Mean(Message, frozen=True):
+    """Peer to peer: the mean of the sender's slice, and the weight of all that is in it."""
+
+    stamp: Stamp
+    line: int
+    round: int
+    start: int
+    weight: float
+    values: Tensor
+
+
+class Done(Message, frozen=True):
+    """Peer to line master: the round has ended here, and the steps after it are made."""
+
+    stamp: Stamp
+    line: int
+    round: int
+
+
+class Tally(Message, frozen=True):
+    """Node to master: what it has done since it last told."""
+
+    steps: int
+    samples: int
+
+
+# ---- options --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Grid(Options):
+    """No hub: nodes in a grid train without a pause, and each is tied to those of its rows and columns."""
+
+    dimensions: int = option(2, "of the grid; a node is in as many lines")
+    alpha: float | Literal["auto"] = option(
+        "auto", "share of the way to the mean of a line; 'auto': 0.9/(dimensions * rounds_in_flight)"
+    )
+    steps_per_round: int | Literal["auto"] = option(
+        "auto", "steps of every node between two rounds of a line; 'auto': as the network allows, but at least one"
+    )
+    rounds_in_flight: int = option(1, "rounds of a line that may be under way at a time")
+    scatter_quorum: float = option(0.5, "share of a line whose slices are enough after the time-out")
+    gather_quorum: float = option(0.5, "share of a line whose means are enough after the time-out")
+    round_quorum: float = option(0.5, "share of a line whose reports are enough after the time-out")
+    timeout_seconds: float | Literal["auto"] = option(
+        "auto", "patience with silent peers; 'auto': three times what half of the peers usually take"
+    )
+    pull: Literal["difference", "blend"] = option(
+        "difference", "move by the difference of the mean to what was sent, or towards the mean from where it is now"
+    )
+
+    name = "grid"
+    summary = "no hub: nodes in a grid are tied to their rows and columns by quorum allreduces (BIDMach)"
+    messages = (Config, Welcome, Ready, Stand, Vote, Open, Slice, Mean, Done, Tally)
+    joint = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("dimensions", "rounds_in_flight"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.alpha != "auto" and not 0 < self.alpha <= 1:
+            raise UsageError(f"alpha must be above 0 and at most 1, not {self.alpha}: it is the share of the way moved")
+        if self.steps_per_round != "auto" and self.steps_per_round < 1:
+            raise UsageError(f"steps_per_round must be at least 1 or 'auto', not {self.steps_per_round}")
+        for name in ("scatter_quorum", "gather_quorum", "round_quorum"):
+            if not 0 < getattr(self, name) <= 1:
+                raise UsageError(f"{name} must be above 0 and at most 1, not {getattr(self, name)}: it is a share")
+        if self.timeout_seconds != "auto" and not 0 <= self.timeout_seconds < math.inf:
+            raise UsageError(f"timeout_seconds must be a time or 'auto', not {self.timeout_seconds}")
+
+    @classmethod
+    def variants(cls) -> tuple[Options, ...]:
+        return (
+            cls(),
+            cls(dimensions=1, alpha=0.5, steps_per_round=3),
+            cls(dimensions=3, rounds_in_flight=2, timeout_seconds=0.05),
+            cls(pull="blend", alpha=0.3, scatter_quorum=1.0, gather_quorum=1.0, round_quorum=1.0),
+            cls(rounds_in_flight=3, scatter_quorum=0.7, gather_quorum=0.7, round_quorum=0.7),
+        )
+
+    def nodes(self, workers: int) -> tuple[Node, ...]:
+        return tuple(Node(f"worker-{i}", "peer", computes=True, index=i) for i in range(workers))
+
+    def machine(self, seat: Seat) -> Machine:
+        return GridNode(seat, self)
+
+    @property
+    def rate(self) -> float:
+        """The share of the way to the mean that a round moves a node."""
+        return BETA / (self.dimensions * self.rounds_in_flight) if self.alpha == "auto" else self.alpha
+
+    def quorum(self, kind: Kind, living: int) -> int:
+        """How many of so many peers are enough after the time-out."""
+        shares = {"slices": self.scatter_quorum, "means": self.gather_quorum, "reports": self.round_quorum}
+        return max(1, math.ceil(shares[kind] * living - 1e-9))
+
+
+# ---- the machine ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Wait:
+    """Something that is awaited from all peers of a line."""
+
+    since: float
+    came: dict[str, Any] = field(default_factory=dict)
+    timed: bool = False
+    overdue: bool = False
+
+
+@dataclass
+class _Round:
+    """A node's part in a round; `sent` is None as long as it has nothing to send."""
+
+    slices: _Wait
+    means: _Wait
+    sent: Tensor | None = None
+    reduced: bool = False
+
+
+class _Lane:
+    """One of a node's lines, as long as a configuration lasts."""
+
+    def __init__(self, line: Line, length: int) -> None:
+        self.line = line
+        self.parts = dict(zip(line.peers, shards(length, len(line.peers)), strict=True))
+        #: the newest round heard of, and those under way
+        self.opened = 0
+        self.rounds: dict[int, _Round] = {}
+        #: the latest slice and mean of each peer
+        self.slices: dict[str, Tensor] = {}
+        self.means: dict[str, Tensor] = {}
+        #: rounds that have ended here and are not reported yet, and the steps since the last report
+        self.ended: deque[int] = deque()
+        self.steps = 0
+        #: at the line master: the reports of the rounds under way
+        self.led: dict[int, _Wait] = {}
+
+    def others(self, name: str) -> list[str]:
+        """The peers, beginning with the next, so that not all send to the same one first."""
+        peers, here = self.line.peers, self.line.peers.index(name)
+        return [*peers[here + 1 :], *peers[:here]]
+
+
+class GridNode:
+    """A node of the grid: it trains, takes part in the rounds of its lines, and may become master."""
+
+    def __init__(self, seat: Seat, options: Grid) -> None:
+        self.seat = seat
+        self.options = options
+        self.name = seat.node.name
+        self.pace = Pace(seat.schedule)
+        #: nodes that the runtime has told of and that are not known to be dead
+        self.living: set[str] = {self.name}
+        self.dead: set[str] = set()
+        #: the highest number of a term seen, and for whom this node voted in it
+        self.number = 0
+        self.voted = ""
+        #: None as long as it is a newcomer without values
+        self.config: Config | None = None
+        founders = tuple(node.name for node in seat.nodes)
+        self._first: Config | None = None
+        if self.name in founders:
+            members = rearranged((), founders, options.dimensions)
+            self._first = Config(1, founders[0], 1, members, self.pace.step, self.pace.samples)
+        self.computing = False
+        #: the buffers as they were with the last gradient, and what has pulled them since; another may be changing them
+        self._buffers = torch.empty(0)
+        self.stop_reason = ""
+        #: while it stands for election: who voted for it and who abstained
+        self._votes: set[str] = set()
+        self._abstained: set[str] = set()
+        self._attempts = 0
+        self._lanes: dict[int, _Lane] = {}
+        #: messages of configurations that have not come yet
+        self._held: list[tuple[str, Open | Slice | Mean | Done]] = []
+        #: what half of the peers usually take
+        self._usual: dict[Kind, float] = {}
+        #: steps and samples that the master has not been told of, and whether a round has ended since
+        self._untold = [0, 0]
+        self._ended = False
+        #: at the master: gradients that do not make a step of all yet
+        self._gradients = 0
+        #: in the finale: the vector and its weight after each dimension
+        self._sums: list[tuple[Tensor, float]] = []
+        #: it begins with the next event, after the step that this one makes
+        self._postponed = False
+        self._effects: list[Effect] = []
+        self._obeyed = self.stamp
+
+    @property
+    def is_master(self) -> bool:
+        return self.config is not None and self.config.master == self.name
+
+    @property
+    def stamp(self) -> Stamp:
+        return self.config.stamp if self.config is not None else (0, "", 0)
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.pace.over:
+            return []
+        effects: list[Effect] = []
+        self._effects = effects
+        if self._postponed:
+            self._postponed = False
+            self._sum_up(self._vector(), 1.0, now)
+        match event:
+            case Started(members=members):
+                self._start(members, now)
+            case GradientReady(samples=samples):
+                self._take_gradient(samples, now)
+            case Received(sender=sender, message=message):
+                self._receive(sender, message, now)
+            case TimerFired(name="stand"):
+                self._stand(now)
+            case TimerFired(name=name):
+                self._lose_patience(name, now)
+            case PeerJoined(peer=peer):
+                self.living.add(peer)
+                if self.is_master:
+                    self._welcome([peer])
+            case PeerLost(peer=peer):
+                self._lose(peer, now)
+            case StopRequested(reason=reason):
+                self.stop_reason = self.stop_reason or reason
+                if self.is_master:
+                    self._end(self.stop_reason, now)
+        return effects
+
+    def _do(self, *effects: Effect) -> None:
+        self._effects.extend(effects)
+
+    def _send(self, to: str, message: Message) -> None:
+        self._do(Send(to, message))
+
+    # ---- training and counting ----
+
+    def _start(self, members: tuple[str, ...], now: float) -> None:
+        self.living = (self.living | set(members)) - self.dead
+        self._buffers = self._buffers_now()
+        if self._first is None:
+            self._despair()
+            return
+        self._adopt(self._first, now)
+        for absent in [name for name in self._first.members if name not in self.living]:
+            self._lose(absent, now)
+
+    def _buffers_now(self) -> Tensor:
+        return self.seat.weights[self.seat.parameter_count :].clone()
+
+    def _compute(self) -> None:
+        if not self.computing:
+            self.computing = True
+            self._do(Compute())
+
+    def _take_gradient(self, samples: int, now: float) -> None:
+        self.computing = False
+        self._buffers = self._buffers_now()
+        assert self.config is not None
+        if self.config.final:
+            return
+        self._do(Step())
+        self._untold = [self._untold[0] + 1, self._untold[1] + samples]
+        for number, lane in self._lanes.items():
+            lane.steps += 1
+            self._report(number, lane, now)
+        self._tell(now)
+        if not self.config.final:
+            self._compute()
+
+    def _tell(self, now: float) -> None:
+        """Tell the master what was done: after a round, or when it has become much."""
+        assert self.config is not None
+        steps, samples = self._untold
+        seldom = math.ceil(len(self.config.members) / TALLY_NODES)
+        if self.is_master:
+            self._untold = [0, 0]
+            self._count(steps, samples, now)
+        elif self.config.master not in self.dead and steps >= (seldom if self._ended else seldom * TALLY_STEPS):
+            self._untold = [0, 0]
+            self._ended = False
+            self._send(self.config.master, Tally(steps, samples))
+
+    def _count(self, gradients: int, samples: int, now: float) -> None:
+        assert self.config is not None
+        if self.config.final:
+            return
+        steps, self._gradients = divmod(self._gradients + gradients, len(self.config.members))
+        if steps >= self.pace.steps_left:
+            self.pace.step = self.pace.schedule.steps
+            self.pace.samples += samples
+            self._end("all steps made", now)
+        else:
+            self._do(*self.pace.advance(steps, samples, now))
+
+    def _learn(self, step: int, samples: int) -> None:
+        """How far the run is, as somebody else knows it."""
+        self.pace.step = max(self.pace.step, step)
+        self.pace.samples = max(self.pace.samples, samples)
+
+    # ---- messages ----
+
+    def _receive(self, sender: str, message: Message, now: float) -> None:
+        match message:
+            case Open() | Slice() | Mean() | Done():
+                self._receive_of_round(sender, message, now)
+            case Config():
+                self._consider(message, now)
+            case Welcome(config=config, values=values) if config.stamp >= self.stamp:
+                if self.config is None:
+                    self._do(Install(values))
+                    self._buffers = values[self.seat.parameter_count :].clone()
+                self._consider(config, now)
+                self._send(sender, Ready())
+            case Ready() if self.is_master and not self._is_final() and sender not in self._members():
+                self._configure([*self._members(), sender], now)
+            case Stand():
+                self._answer(sender, message)
+            case Vote():
+                self._take_vote(sender, message, now)
+            case Tally(steps=steps, samples=samples) if self.is_master:
+                self._count(steps, samples, now)
+
+    def _receive_of_round(self, sender: str, message: Open | Slice | Mean | Done, now: float) -> None:
+        if message.stamp != self.stamp:
+            if message.stamp > self.stamp:
+                self._held.append((sender, message))
+            return
+        lane = self._lanes.get(message.line)
+        if lane is None or sender not in lane.line.peers:
+            return
+        if isinstance(message, Open):
+            self._learn(message.step, message.samples)
+        if isinstance(message, Done):
+            self._take_report(message.line, lane, sender, message.round, now)
+            return
+        self._hear_of(message.line, lane, message.round, now)
+        match message:
+            case Slice(values=values, weight=weight):
+                lane.slices[sender] = values
+                if message.round in lane.rounds:
+                    self._came(lane.rounds[message.round].slices, "slices", lane, sender, (values, weight), now)
+            case Mean(values=values, weight=weight):
+                lane.means[sender] = values
+                if message.round in lane.rounds:
+                    self._came(lane.rounds[message.round].means, "means", lane, sender, (values, weight), now)
+        self._proceed(message.line, lane, message.round, now)
+
+    # ---- rounds ----
+
+    def _hear_of(self, number: int, lane: _Lane, newest: int, now: float) -> None:
+        """Take part in a round, and in those before it that may still be under way."""
+        allowed = self.options.rounds_in_flight
+        for round_ in range(max(lane.opened, newest - allowed) + 1, newest + 1):
+            lane.opened = round_
+            for old in [old for old in lane.rounds if old <= round_ - allowed]:
+                del lane.rounds[old]
+            lane.rounds[round_] = _Round(_Wait(now), _Wait(now))
+            if not self._is_final():
+                self._scatter(number, lane, round_, self._vector(), 1.0, now)
+
+    def _vector(self) -> Tensor:
+        """A copy of the vector as it will be after the changes that this event has brought so far."""
+        replica = SimpleNamespace(weights=self.seat.weights.clone())
+        for effect in self._effects:
+            if isinstance(effect, Install | Add | Blend):
+                change(cast(Replica, replica), effect)
+        vector: Tensor = replica.weights
+        vector[self.seat.parameter_count :] = self._buffers
+        return vector
+
+    def _scatter(self, number: int, lane: _Lane, round_: int, values: Tensor, weight: float, now: float) -> None:
+        """Lines 2 to 6 of algorithm 1."""
+        lane.rounds[round_].sent = values
+        lane.rounds[round_].slices.came[self.name] = (values[lane.parts[self.name]], weight)
+        for peer in lane.others(self.name):
+            part = lane.parts[peer]
+            self._send(peer, Slice(self.stamp, number, round_, part.start, weight, values[part]))
+        self._proceed(number, lane, round_, now)
+
+    def _came(self, wait: _Wait, kind: Kind, lane: _Lane, sender: str, what: Any, now: float) -> None:
+        """Note an arrival; that of the peer in the middle tells what is usual."""
+        wait.came[sender] = what
+        others = len(lane.line.peers) - 1
+        if sum(name != self.name for name in wait.came) == math.ceil(others / 2):
+            usual = self._usual.get(kind, now - wait.since)
+            self._usual[kind] = usual + FRESHNESS * (now - wait.since - usual)
+
+    def _enough(self, wait: _Wait, kind: Kind, number: int, lane: _Lane, round_: int, now: float) -> bool:
+        if self._is_final():
+            return len(wait.came) == len(lane.line.peers)
+        timer = f"{kind} {number} {round_} {self.stamp[0]}.{self.stamp[2]}"
+        living = [peer for peer in lane.line.peers if peer not in self.dead]
+        if all(peer in wait.came for peer in living):
+            if wait.timed and not wait.overdue:
+                self._do(CancelTimer(timer))
+            return True
+        if len(wait.came) < self.options.quorum(kind, len(living)):
+            return False
+        if not wait.timed:
+            wait.timed = True
+            self._do(SetTimer(timer, max(0.0, wait.since + self._timeout_seconds(kind) - now)))
+        return wait.overdue
+
+    def _timeout_seconds(self, kind: Kind) -> float:
+        if self.options.timeout_seconds != "auto":
+            return self.options.timeout_seconds
+        # a slice alone says little: a mean has made the way there and back
+        usual = self._usual.get("reports" if kind == "reports" else "means")
+        return FIRST_SECONDS if usual is None else PATIENCE * usual
+
+    def _lose_patience(self, name: str, now: float) -> None:
+        kind, *where = name.split()
+        if len(where) != 3 or where[2] != f"{self.stamp[0]}.{self.stamp[2]}":
+            return
+        number, round_ = int(where[0]), int(where[1])
+        lane = self._lanes[number]
+        if kind == "reports" and round_ in lane.led:
+            lane.led[round_].overdue = True
+            self._lead(number, lane, now)
+        elif kind != "reports" and round_ in lane.rounds:
+            part = lane.rounds[round_]
+            (part.slices if kind == "slices" else part.means).overdue = True
+            self._proceed(number, lane, round_, now)
+
+    def _proceed(self, number: int, lane: _Lane, round_: int, now: float) -> None:
+        """Reduce, and end the round, when enough has come."""
+        part = lane.rounds.get(round_)
+        if part is None or part.sent is None:
+            return
+        if not part.reduced and self._enough(part.slices, "slices", number, lane, round_, now):
+            part.reduced = True
+            self._reduce(number, lane, round_, part)
+        if part.reduced and self._enough(part.means, "means", number, lane, round_, now):
+            del lane.rounds[round_]
+            if self._is_final():
+                self._take_sum(lane, part, now)
+            else:
+                self._pull(lane, part)
+                self._ended = True
+                lane.ended.append(round_)
+                self._report(number, lane, now)
+
+    def _reduce(self, number: int, lane: _Lane, round_: int, part: _Round) -> None:
+        """Lines 10 to 13: the mean of what came; the last slice of who is silent stands in for it."""
+        if not self._is_final():
+            for peer in lane.line.peers:
+                if peer in lane.slices and peer not in self.dead:
+                    part.slices.came.setdefault(peer, (lane.slices[peer], 1.0))
+        came = [part.slices.came[peer] for peer in lane.line.peers if peer in part.slices.came]
+        weight = sum(weight for _, weight in came)
+        mean = torch.zeros_like(came[0][0])
+        for values, share in came:
+            mean.add_(values, alpha=share / weight)
+        start = lane.parts[self.name].start
+        part.means.came[self.name] = (mean, weight)
+        for peer in lane.others(self.name):
+            self._send(peer, Mean(self.stamp, number, round_, start, weight, mean))
+
+    def _pull(self, lane: _Lane, part: _Round) -> None:
+        """Line 17."""
+        parameters, rate = self.seat.parameter_count, self.options.rate
+        assert part.sent is not None
+        for peer, place in lane.parts.items():
+            mean = part.means.came[peer][0] if peer in part.means.came else lane.means.get(peer)
+            if mean is None or (peer in self.dead and peer not in part.means.came):
+                continue
+            edge = max(place.start, min(place.stop, parameters))
+            inner = mean[: edge - place.start]
+            if not len(inner):
+                pass
+            elif self.options.pull == "difference":
+                self._do(Add(inner - part.sent[place.start : edge], rate, place.start))
+            else:
+                self._do(Blend(inner, rate, place.start))
+            if edge < place.stop:
+                outer = mean[edge - place.start :]
+                self._do(Blend(outer, rate, edge))
+                self._buffers[edge - parameters : place.stop - parameters].lerp_(outer, rate)
+
+    # ---- reports and line masters ----
+
+    def _report(self, number: int, lane: _Lane, now: float) -> None:
+        """Report a round that has ended here, when the steps between two reports are made."""
+        wanted = 1 if self.options.steps_per_round == "auto" else self.options.steps_per_round
+        if not lane.ended or lane.steps < wanted:
+            return
+        lane.steps = 0
+        round_, leader = lane.ended.popleft(), lane.line.peers[0]
+        if leader == self.name:
+            self._take_report(number, lane, self.name, round_, now)
+        else:
+            self._send(leader, Done(self.stamp, number, round_))
+
+    def _take_report(self, number: int, lane: _Lane, sender: str, round_: int, now: float) -> None:
+        if round_ in lane.led:
+            self._came(lane.led[round_], "reports", lane, sender, None, now)
+            self._lead(number, lane, now)
+
+    def _lead(self, number: int, lane: _Lane, now: float) -> None:
+        """At the line master: close the rounds that are over, in order, and open the next ones."""
+        assert self.config is not None
+        while lane.led:
+            oldest = min(lane.led)
+            wait = lane.led[oldest]
+            if not self._enough(wait, "reports", number, lane, oldest, now):
+                break
+            del lane.led[oldest]
+            row = {"line": number, "dimension": lane.line.dimension, "round": oldest, "seconds": now - wait.since}
+            self._do(Record({**row, "reports": len(wait.came), "workers": len(lane.line.peers)}))
+        while len(lane.led) < self.options.rounds_in_flight and not self._is_final():
+            newest = lane.opened + 1
+            lane.led[newest] = _Wait(now)
+            for peer in lane.others(self.name):
+                self._send(peer, Open(self.stamp, number, newest, self.pace.step, self.pace.samples))
+            self._hear_of(number, lane, newest, now)
+
+    # ---- configurations ----
+
+    def _members(self) -> tuple[str, ...]:
+        return self.config.members if self.config is not None else ()
+
+    def _is_final(self) -> bool:
+        return self.config is not None and self.config.final != ""
+
+    def _consider(self, config: Config, now: float) -> None:
+        """Obey a configuration unless a newer one is known."""
+        if config.stamp > self.stamp:
+            self._adopt(config, now)
+
+    def _adopt(self, config: Config, now: float) -> None:
+        self.config = config
+        if config.number > self.number:
+            self.number, self.voted = config.number, ""
+        self._votes, self._abstained, self._attempts = set(), set(), 0
+        self._learn(config.step, config.samples)
+        self._sums = []
+        all_lines = lines(config.members, self.options.dimensions)
+        mine = lines_of(config.members, self.options.dimensions).get(self.name, [])
+        self._lanes = {number: _Lane(all_lines[number], len(self.seat.weights)) for number in mine}
+        if config.final:
+            self._postponed = len(config.members) > 1 and any(isinstance(effect, Step) for effect in self._effects)
+            if self.name in config.members and not self._postponed:
+                self._sum_up(self._vector(), 1.0, now)
+        else:
+            self._compute()
+            for number, lane in self._lanes.items():
+                if lane.line.peers[0] == self.name:
+                    self._lead(number, lane, now)
+        held, self._held = self._held, []
+        for sender, message in held:
+            self._receive_of_round(sender, message, now)
+        if config.master in self.dead:
+            self._await_election()
+
+    def _configure(self, members: Iterable[str], now: float, final: str = "") -> None:
+        """At the master: the next version."""
+        assert self.config is not None
+        number, version = self.config.number, self.config.version
+        self._issue(number, version + 1, members, final or self.config.final, now)
+
+    def _issue(self, number: int, version: int, members: Iterable[str], final: str, now: float) -> None:
+        present = [name for name in dict.fromkeys(members) if name not in self.dead]
+        placed = rearranged(self._members(), present, self.options.dimensions)
+        config = Config(number, self.name, version, placed, self.pace.step, self.pace.samples, final)
+        for name in placed:
+            if name != self.name:
+                self._send(name, config)
+        if not final:
+            self._do(Record({"term": number, "version": version, "workers": len(placed)}))
+        self._adopt(config, now)
+
+    def _welcome(self, newcomers: Iterable[str]) -> None:
+        assert self.config is not None
+        if not self.config.final:
+            for name in newcomers:
+                self._send(name, Welcome(self.config, snapshot()))
+
+    def _lose(self, peer: str, now: float) -> None:
+        self.dead.add(peer)
+        self.living.discard(peer)
+        if self.config is None:
+            self._despair()
+            return
+        if self.is_master:
+            if peer in self._members():
+                self._configure(self._members(), now)
+            return
+        if peer == self.config.master:
+            self._await_election()
+        elif self._votes:
+            self._count_votes(now)
+        for number, lane in list(self._lanes.items()):
+            if peer in lane.line.peers:
+                if lane.line.peers[0] == self.name:
+                    self._lead(number, lane, now)
+                for round_ in list(lane.rounds):
+                    self._proceed(number, lane, round_, now)
+
+    def _despair(self) -> None:
+        """A newcomer without values cannot go on alone."""
+        if self.living == {self.name}:
+            self._do(Fail(f"{self.name} came when everybody who knew the model had died: continue from the backup"))
+
+    # ---- elections ----
+
+    def _await_election(self) -> None:
+        alive = [name for name in self._members() if name not in self.dead]
+        rank = alive.index(self.name) if self.name in alive else len(alive)
+        first = rank if not self._attempts else rank + 1
+        self._do(SetTimer("stand", STAND_SECONDS * first * 2**self._attempts))
+
+    def _stand(self, now: float) -> None:
+        if self.config is None or self.config.master not in self.dead:
+            return
+        self.number += 1
+        self.voted = self.name
+        self._attempts += 1
+        self._votes, self._abstained = {self.name}, set()
+        for peer in sorted(self.living - {self.name}):
+            self._send(peer, Stand(self.number, self.config.stamp))
+        self._await_election()
+        self._count_votes(now)
+
+    def _answer(self, candidate: str, stand: Stand) -> None:
+        if stand.number > self.number:
+            self.number, self.voted = stand.number, ""
+            self._votes = set()
+        if self.config is not None and stand.stamp < self.config.stamp:
+            self._send(candidate, self.config)
+            return
+        granted = stand.number == self.number and self.voted in ("", candidate) and self.config is not None
+        if granted:
+            self.voted = candidate
+            if self.config is not None and self.config.master in self.dead:
+                self._await_election()
+        abstains = self.config is None
+        self._send(candidate, Vote(self.number, granted, abstains, self.pace.step, self.pace.samples))
+
+    def _take_vote(self, voter: str, vote: Vote, now: float) -> None:
+        self._learn(vote.step, vote.samples)
+        if vote.number > self.number:
+            self.number, self.voted = vote.number, ""
+            self._votes = set()
+        if vote.number != self.number or not self._votes:
+            return
+        (self._votes if vote.granted else self._abstained if vote.abstains else set()).add(voter)
+        self._count_votes(now)
+
+    def _count_votes(self, now: float) -> None:
+        assert self.config is not None
+        if 2 * len(self._votes & self.living) <= len(self.living - self._abstained):
+            return
+        voters, final = sorted(self._votes & self.living), self.config.final or self.stop_reason
+        if self.pace.steps_left <= 0:
+            final = final or "all steps made"
+        self._do(CancelTimer("stand"))
+        self._issue(self.number, 1, [*self._members(), *voters], final, now)
+        self._welcome(sorted(self.living - set(self._members())))
+
+    # ---- the end ----
+
+    def _end(self, reason: str, now: float) -> None:
+        if not self._is_final():
+            self._configure(self._members(), now, final=reason)
+
+    def _sum_up(self, values: Tensor, weight: float, now: float) -> None:
+        """Reduce along the next dimension; after the last one the values are the mean over all."""
+        self._sums.append((values, weight))
+        dimension = len(self._sums) - 1
+        if dimension == self.options.dimensions:
+            if self.is_master:
+                self._finish(values)
+            return
+        lanes = {number: lane for number, lane in self._lanes.items() if lane.line.dimension == dimension}
+        if not lanes:
+            self._sum_up(values, weight, now)
+        for number, lane in lanes.items():
+            self._hear_of(number, lane, 1, now)
+            self._scatter(number, lane, 1, values, weight, now)
+
+    def _take_sum(self, lane: _Lane, part: _Round, now: float) -> None:
+        if len(self._sums) > lane.line.dimension + 1:
+            return  # another line of this dimension gave the same
+        means = [part.means.came[peer] for peer in lane.line.peers]
+        self._sum_up(torch.cat([values for values, _ in means]), means[0][1], now)
+
+    def _finish(self, mean: Tensor) -> None:
+        assert self.config is not None
+        if len(self.config.members) > 1:
+            self._do(Install(mean))
+        self._do(*self.pace.finish(self.config.final))
+
+    def check(self) -> None:
+        if self.stamp < self._obeyed:
+            raise InvariantBroken(f"{self.name} went back from configuration {self._obeyed} to {self.stamp}")
+        self._obeyed = self.stamp
+        allowed = self.options.rounds_in_flight
+        for lane in self._lanes.values():
+            if max(len(lane.rounds), len(lane.led)) > allowed:
+                raise InvariantBroken(f"{len(lane.rounds)} rounds of a line are under way; {allowed} may be")
+            if lane.led and lane.line.peers[0] != self.name:
+                raise InvariantBroken(f"{self.name} leads a line of {lane.line.peers[0]}")
+        if self.config is None:
+            if self.computing:
+                raise InvariantBroken(f"{self.name} computes without values")
+            return
+        if self.config.number > self.number:
+            raise InvariantBroken(f"{self.name} obeys term {self.config.number} and has seen {self.number} only")
+        if self.is_master and self.name not in self.config.members:
+            raise InvariantBroken(f"{self.name} is master of a grid without a place for it")
