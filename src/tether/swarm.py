@@ -95,6 +95,8 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
     computing = tuple(node.name for node in nodes if node.computes)
     helpers = tuple(node.name for node in nodes if not node.computes and node.name != options.joint)
     faults = Faults.draw(rng, computing, hub, 0.7 * steps * step_time.seconds, helpers)
+    if options.joint == "" and rng.random() < 0.5:
+        faults = Faults.churn(rng, computing, steps * step_time.seconds, float(rng.uniform(0.2, 2.0)))
     if plant == "drop" and len(nodes) > 1:
         pair = (options.joint or computing[0], str(rng.choice(computing)))
         faults = faults.drop(*(pair if rng.random() < 0.5 else pair[::-1]), nth=int(rng.integers(1, 8)))

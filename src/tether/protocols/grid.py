@@ -20,7 +20,8 @@ for each other, and a line may have several rounds under way.
 Line masters (2.1). The first peer of a line starts its rounds. A node reports a round when it has ended there and
 `steps_per_round` steps have been made since the report before (6.1.3); when all have reported the next one starts. A
 node that hears of a round in any way takes part in it. It keeps no more rounds of a line than may be under way: an
-older one is given up, since a quorum of the line has ended it.
+older one is given up, since a quorum of the line has ended it. Nor does it send a peer more rounds than that which the
+peer has not answered: what is beyond waits for the answer, so a slow link never has a long queue.
 
 Quorums with patience (2.1, 6.1.4). Slices, means and reports are waited for from all living peers, and after a time-out
 only from a quorum. The previous slice or mean of a silent peer then stands in for it. The time-out is three times what
@@ -109,7 +110,7 @@ FRESHNESS = 0.2
 #: between the attempts of two nodes to be elected
 STAND_SECONDS = 0.2
 #: a node tells the master of so many steps at the latest, and for every so many nodes half as often
-TALLY_STEPS = 4
+TALLY_STEPS = 8
 TALLY_NODES = 64
 
 #: number of the term, its master, version
@@ -399,8 +400,16 @@ class _Lane:
         #: rounds that have ended here and are not reported yet, and the steps since the last report
         self.ended: deque[int] = deque()
         self.steps = 0
+        #: the newest round of which each peer has said something, those after it that it was sent, and what it was not
+        self.answered = dict.fromkeys(line.peers, 0)
+        self.unanswered: dict[str, set[int]] = {peer: set() for peer in line.peers}
+        self.deferred: dict[str, list[Open | Slice | Mean]] = {peer: [] for peer in line.peers}
         #: at the line master: the reports of the rounds under way
         self.led: dict[int, _Wait] = {}
+
+    def still_wanted(self, peer: str, allowed: int) -> list[Open | Slice | Mean]:
+        """What a peer was not sent yet, but for rounds that are given up."""
+        return [message for message in self.deferred[peer] if message.round > self.opened - allowed]
 
     def others(self, name: str) -> list[str]:
         """The peers, beginning with the next, so that not all send to the same one first."""
@@ -595,11 +604,16 @@ class GridNode:
         lane = self._lanes.get(message.line)
         if lane is None or sender not in lane.line.peers:
             return
+        self._answered(lane, sender, message.round)
         if isinstance(message, Open):
             self._learn(message.step, message.samples)
         if isinstance(message, Done):
             self._take_report(message.line, lane, sender, message.round, now)
             return
+        if isinstance(message, Slice | Mean):
+            part = lane.parts[self.name if isinstance(message, Slice) else sender]
+            if message.start != part.start or message.values.shape != (part.stop - part.start,):
+                return
         self._hear_of(message.line, lane, message.round, now)
         match message:
             case Slice(values=values, weight=weight):
@@ -641,8 +655,26 @@ class GridNode:
         lane.rounds[round_].slices.came[self.name] = (values[lane.parts[self.name]], weight)
         for peer in lane.others(self.name):
             part = lane.parts[peer]
-            self._send(peer, Slice(self.stamp, number, round_, part.start, weight, values[part]))
+            self._pass(lane, peer, Slice(self.stamp, number, round_, part.start, weight, values[part]))
         self._proceed(number, lane, round_, now)
+
+    def _pass(self, lane: _Lane, peer: str, message: Open | Slice | Mean) -> None:
+        """Send something of a round, unless the peer owes answers about as many rounds as may be under way."""
+        round_, owed = message.round, lane.unanswered[peer]
+        if round_ > lane.answered[peer] and round_ not in owed:
+            if len(owed) >= self.options.rounds_in_flight:
+                lane.deferred[peer] = [*lane.still_wanted(peer, self.options.rounds_in_flight), message]
+                return
+            owed.add(round_)
+        self._send(peer, message)
+
+    def _answered(self, lane: _Lane, peer: str, round_: int) -> None:
+        """A peer has said something of a round: what waited for that goes now, but for rounds that are too old."""
+        lane.answered[peer] = max(lane.answered[peer], round_)
+        lane.unanswered[peer] = {owed for owed in lane.unanswered[peer] if owed > lane.answered[peer]}
+        deferred, lane.deferred[peer] = lane.still_wanted(peer, self.options.rounds_in_flight), []
+        for message in deferred:
+            self._pass(lane, peer, message)
 
     def _came(self, wait: _Wait, kind: Kind, lane: _Lane, sender: str, what: Any, now: float) -> None:
         """Note an arrival; that of the peer in the middle tells what is usual."""
@@ -721,7 +753,7 @@ class GridNode:
         start = lane.parts[self.name].start
         part.means.came[self.name] = (mean, weight)
         for peer in lane.others(self.name):
-            self._send(peer, Mean(self.stamp, number, round_, start, weight, mean))
+            self._pass(lane, peer, Mean(self.stamp, number, round_, start, weight, mean))
 
     def _pull(self, lane: _Lane, part: _Round) -> None:
         """Line 17."""
@@ -778,7 +810,7 @@ class GridNode:
             newest = lane.opened + 1
             lane.led[newest] = _Wait(now)
             for peer in lane.others(self.name):
-                self._send(peer, Open(self.stamp, number, newest, self.pace.step, self.pace.samples))
+                self._pass(lane, peer, Open(self.stamp, number, newest, self.pace.step, self.pace.samples))
             self._hear_of(number, lane, newest, now)
 
     # ---- configurations ----

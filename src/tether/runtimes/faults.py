@@ -68,10 +68,10 @@ class Faults:
         return Faults((*self.schedule, fault))
 
     def check(self, nodes: set[str]) -> None:
-        """Refuse faults of nodes that do not exist."""
+        """Refuse faults of nodes that do not exist; worker-2~2 may come to exist."""
         for fault in self.schedule:
             for name in filter(None, (fault.node, fault.peer)):
-                if name not in nodes:
+                if name.partition("~")[0] not in nodes:
                     raise UsageError(f"a fault names the node {name!r}; this run has {', '.join(sorted(nodes))}")
 
     @staticmethod
@@ -119,4 +119,26 @@ class Faults:
                     faults = faults.crash(str(mortal.pop()), at=at)
                 case "restart":
                     faults = faults.restart(str(mortal.pop()), at=at, seconds=seconds)
+        return faults
+
+    @staticmethod
+    def churn(
+        rng: np.random.Generator, workers: tuple[str, ...], horizon_seconds: float, every_seconds: float
+    ) -> Faults:
+        """Workers, their successors and the successors of those die and come back all the time; one is spared."""
+        faults = Faults()
+        mortal = [str(worker) for worker in rng.permutation(list(workers))[1:]]
+        lives = dict.fromkeys(mortal, 1)
+        back_at = dict.fromkeys(mortal, 0.0)
+        at = 0.0
+        while (at := at + float(rng.exponential(every_seconds))) < horizon_seconds:
+            seconds = float(rng.exponential(every_seconds / 2))
+            present = [worker for worker in mortal if back_at[worker] <= at]
+            if not present:
+                continue
+            worker = str(rng.choice(present))
+            life = f"{worker}~{lives[worker]}" if lives[worker] > 1 else worker
+            faults = faults.restart(life, at=at, seconds=seconds)
+            lives[worker] += 1
+            back_at[worker] = at + seconds + every_seconds
         return faults

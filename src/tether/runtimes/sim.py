@@ -427,7 +427,9 @@ class Simulation:
                 self.at(self.now, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
-        place = self._places[fault.node]
+        place = self._places.get(fault.node)
+        if place is None:
+            return  # a successor that has not come
         match fault.kind:
             case "crash" | "restart":
                 self._crash(place, restarts=fault.kind == "restart", after=fault.seconds)
