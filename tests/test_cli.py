@@ -212,7 +212,7 @@ WRONG = [
     ("train digitz", "unknown task 'digitz'; known: chars, cifar, digits"),
     (
         "train digits --protocol averagin",
-        "unknown protocol 'averagin'; known: averaging, elastic, mpca, server, single",
+        "unknown protocol 'averagin'; known: averaging, elastic, grid, mpca, server, single",
     ),
     ("train digits --set tau=x", "option tau of protocol averaging is 'x'; expected"),
     ("train digits --set tau=0", "tau must be at least 1"),

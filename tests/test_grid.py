@@ -746,11 +746,11 @@ def test_a_killed_master_process_is_replaced(tmp_path: Path) -> None:
         Grid(),
         Local(4),
         run_dir=tmp_path / "run",
-        steps=200,
+        steps=600,
         trace=False,
         progress=Assassin(["worker-0"], 20),
     )
-    assert result.figures["steps"] == 200 and result.metrics["error"] < 0.1
+    assert result.figures["steps"] == 600 and result.metrics["error"] < 0.1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert "worker-0 was killed by SIGKILL; the others go on" in [row.get("text") for row in rows]
     terms = [(row["term"], row["node"]) for row in rows if row["kind"] == "record" and "term" in row]

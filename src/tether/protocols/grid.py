@@ -105,6 +105,8 @@ BETA = 0.9
 #: the time-out, as a multiple of what half of the peers take, and before anything has been measured
 PATIENCE = 3.0
 FIRST_SECONDS = 1.0
+#: of how many rounds late arrivals are measured
+ROUNDS_KEPT = 32
 #: how much a new measurement counts
 FRESHNESS = 0.2
 #: between the attempts of two nodes to be elected
@@ -371,6 +373,7 @@ class _Wait:
 
     since: float
     came: dict[str, Any] = field(default_factory=dict)
+    #: patience is measured, and has ended
     timed: bool = False
     overdue: bool = False
 
@@ -406,6 +409,19 @@ class _Lane:
         self.deferred: dict[str, list[Open | Slice | Mean]] = {peer: [] for peer in line.peers}
         #: at the line master: the reports of the rounds under way
         self.led: dict[int, _Wait] = {}
+        #: what was awaited in the latest rounds, ended ones included: who comes too late tells how long to wait
+        self.waits: dict[tuple[Kind, int], _Wait] = {}
+
+    def remember(self, kind: Kind, round_: int, wait: _Wait) -> None:
+        """Keep what is awaited, and forget the oldest of it."""
+        self.waits[kind, round_] = wait
+        while len(self.waits) > ROUNDS_KEPT:
+            del self.waits[next(iter(self.waits))]
+
+    def drop(self, round_: int) -> None:
+        """Be done with a round; of its means only their coming is remembered."""
+        means = self.rounds.pop(round_).means
+        means.came = dict.fromkeys(means.came)
 
     def still_wanted(self, peer: str, allowed: int) -> list[Open | Slice | Mean]:
         """What a peer was not sent yet, but for rounds that are given up."""
@@ -619,11 +635,11 @@ class GridNode:
             case Slice(values=values, weight=weight):
                 lane.slices[sender] = values
                 if message.round in lane.rounds:
-                    self._came(lane.rounds[message.round].slices, "slices", lane, sender, (values, weight), now)
+                    lane.rounds[message.round].slices.came[sender] = (values, weight)
             case Mean(values=values, weight=weight):
                 lane.means[sender] = values
-                if message.round in lane.rounds:
-                    self._came(lane.rounds[message.round].means, "means", lane, sender, (values, weight), now)
+                wanted = message.round in lane.rounds
+                self._came("means", lane, message.round, sender, (values, weight) if wanted else None, now)
         self._proceed(message.line, lane, message.round, now)
 
     # ---- rounds ----
@@ -634,8 +650,9 @@ class GridNode:
         for round_ in range(max(lane.opened, newest - allowed) + 1, newest + 1):
             lane.opened = round_
             for old in [old for old in lane.rounds if old <= round_ - allowed]:
-                del lane.rounds[old]
-            lane.rounds[round_] = _Round(_Wait(now), _Wait(now))
+                lane.drop(old)
+            part = lane.rounds[round_] = _Round(_Wait(now), _Wait(now))
+            lane.remember("means", round_, part.means)
             if not self._is_final():
                 self._scatter(number, lane, round_, self._vector(), 1.0, now)
 
@@ -676,11 +693,13 @@ class GridNode:
         for message in deferred:
             self._pass(lane, peer, message)
 
-    def _came(self, wait: _Wait, kind: Kind, lane: _Lane, sender: str, what: Any, now: float) -> None:
-        """Note an arrival; that of the peer in the middle tells what is usual."""
+    def _came(self, kind: Kind, lane: _Lane, round_: int, sender: str, what: Any, now: float) -> None:
+        """Note an arrival, a late one too; that of the peer in the middle tells what is usual."""
+        wait = lane.waits.get((kind, round_))
+        if wait is None or sender in wait.came:
+            return
         wait.came[sender] = what
-        others = len(lane.line.peers) - 1
-        if sum(name != self.name for name in wait.came) == math.ceil(others / 2):
+        if sum(name != self.name for name in wait.came) == math.ceil((len(lane.line.peers) - 1) / 2):
             usual = self._usual.get(kind, now - wait.since)
             self._usual[kind] = usual + FRESHNESS * (now - wait.since - usual)
 
@@ -704,7 +723,7 @@ class GridNode:
         if self.options.timeout_seconds != "auto":
             return self.options.timeout_seconds
         # a slice alone says little: a mean has made the way there and back
-        usual = self._usual.get("reports" if kind == "reports" else "means")
+        usual = self._usual.get("means" if kind == "slices" else kind)
         return FIRST_SECONDS if usual is None else PATIENCE * usual
 
     def _lose_patience(self, name: str, now: float) -> None:
@@ -730,11 +749,12 @@ class GridNode:
             part.reduced = True
             self._reduce(number, lane, round_, part)
         if part.reduced and self._enough(part.means, "means", number, lane, round_, now):
-            del lane.rounds[round_]
             if self._is_final():
+                del lane.rounds[round_]
                 self._take_sum(lane, part, now)
             else:
                 self._pull(lane, part)
+                lane.drop(round_)
                 self._ended = True
                 lane.ended.append(round_)
                 self._report(number, lane, now)
@@ -791,8 +811,8 @@ class GridNode:
             self._send(leader, Done(self.stamp, number, round_))
 
     def _take_report(self, number: int, lane: _Lane, sender: str, round_: int, now: float) -> None:
+        self._came("reports", lane, round_, sender, None, now)
         if round_ in lane.led:
-            self._came(lane.led[round_], "reports", lane, sender, None, now)
             self._lead(number, lane, now)
 
     def _lead(self, number: int, lane: _Lane, now: float) -> None:
@@ -809,6 +829,7 @@ class GridNode:
         while len(lane.led) < self.options.rounds_in_flight and not self._is_final():
             newest = lane.opened + 1
             lane.led[newest] = _Wait(now)
+            lane.remember("reports", newest, lane.led[newest])
             for peer in lane.others(self.name):
                 self._pass(lane, peer, Open(self.stamp, number, newest, self.pace.step, self.pace.samples))
             self._hear_of(number, lane, newest, now)
