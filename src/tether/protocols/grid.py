@@ -106,7 +106,7 @@ BETA = 0.9
 PATIENCE = 3.0
 FIRST_SECONDS = 1.0
 #: of how many rounds late arrivals are measured
-ROUNDS_KEPT = 32
+ROUNDS_KEPT = 16
 #: how much a new measurement counts
 FRESHNESS = 0.2
 #: between the attempts of two nodes to be elected
@@ -412,10 +412,10 @@ class _Lane:
         #: what was awaited in the latest rounds, ended ones included: who comes too late tells how long to wait
         self.waits: dict[tuple[Kind, int], _Wait] = {}
 
-    def remember(self, kind: Kind, round_: int, wait: _Wait) -> None:
-        """Keep what is awaited, and forget the oldest of it."""
+    def remember(self, kind: Kind, round_: int, wait: _Wait, allowed: int) -> None:
+        """Keep what is awaited, and forget the oldest of it that can no longer be under way."""
         self.waits[kind, round_] = wait
-        while len(self.waits) > ROUNDS_KEPT:
+        while len(self.waits) > ROUNDS_KEPT + 2 * allowed:
             del self.waits[next(iter(self.waits))]
 
     def drop(self, round_: int) -> None:
@@ -606,7 +606,7 @@ class GridNode:
             case Ready() if self.is_master and not self._is_final() and sender not in self._members():
                 self._configure([*self._members(), sender], now)
             case Stand():
-                self._answer(sender, message)
+                self._vote_on(sender, message)
             case Vote():
                 self._take_vote(sender, message, now)
             case Tally(steps=steps, samples=samples) if self.is_master:
@@ -652,7 +652,7 @@ class GridNode:
             for old in [old for old in lane.rounds if old <= round_ - allowed]:
                 lane.drop(old)
             part = lane.rounds[round_] = _Round(_Wait(now), _Wait(now))
-            lane.remember("means", round_, part.means)
+            lane.remember("means", round_, part.means, allowed)
             if not self._is_final():
                 self._scatter(number, lane, round_, self._vector(), 1.0, now)
 
@@ -829,7 +829,7 @@ class GridNode:
         while len(lane.led) < self.options.rounds_in_flight and not self._is_final():
             newest = lane.opened + 1
             lane.led[newest] = _Wait(now)
-            lane.remember("reports", newest, lane.led[newest])
+            lane.remember("reports", newest, lane.led[newest], self.options.rounds_in_flight)
             for peer in lane.others(self.name):
                 self._pass(lane, peer, Open(self.stamp, number, newest, self.pace.step, self.pace.samples))
             self._hear_of(number, lane, newest, now)
@@ -941,7 +941,7 @@ class GridNode:
         self._await_election()
         self._count_votes(now)
 
-    def _answer(self, candidate: str, stand: Stand) -> None:
+    def _vote_on(self, candidate: str, stand: Stand) -> None:
         if stand.number > self.number:
             self.number, self.voted = stand.number, ""
             self._votes = set()
