@@ -100,14 +100,16 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
     if plant == "drop" and len(nodes) > 1:
         pair = (options.joint or computing[0], str(rng.choice(computing)))
         faults = faults.drop(*(pair if rng.random() < 0.5 else pair[::-1]), nth=int(rng.integers(1, 8)))
+    link, latency = float(rng.choice([1e4, 1e6, 1e9])), float(rng.choice([0.0, 0.0002, 0.05]))
     sim = Sim(
         workers=workers,
-        link=float(rng.choice([1e4, 1e6, 1e9])),
-        latency=float(rng.choice([0.0, 0.0002, 0.05])),
+        link=link,
+        latency=latency,
+        model_bytes="2MiB" if link == 1e9 and seed % 2 else None,  # so large that it travels in parts
         step_seconds=step_time,
         faults=faults,
         detect_seconds=float(rng.choice([0.01, 0.5])),
-        events_max=50_000,  # those that end have had at most 8,000
+        events_max=50_000,
     )
     task = SyntheticTask(parameters=int(rng.integers(1, 40)))
     return Scenario(seed, task, options, sim, Request(steps=steps, seed=seed, checkpoint_seconds=1.0, trace=False))
