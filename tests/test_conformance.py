@@ -39,7 +39,8 @@ EXAMPLES: dict[type[Options], list[Message]] = {
     Grid: [
         grid.Config(1, "worker-0", 3, ("worker-0", "worker-1"), 7, 112, "all steps made"),
         grid.Welcome(grid.Config(2, "worker-1", 1, ("worker-1",), 7, 112), torch.arange(3.0)),
-        grid.Ready(),
+        grid.Ready((1, "worker-0", 3)),
+        grid.Empty(("worker-0",)),
         grid.Stand(2, (1, "worker-0", 3)),
         grid.Vote(2, True, False, 7, 112),
         grid.Open((1, "worker-0", 3), 1, 5, 7, 112),

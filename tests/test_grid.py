@@ -532,6 +532,45 @@ def test_a_dead_master_is_replaced_by_the_first_that_gets_a_majority() -> None:
     assert "worker-0" not in world.machines["worker-1"]._members()
 
 
+def test_half_of_a_configuration_elects_nobody_unless_the_other_half_is_dead() -> None:
+    """Otherwise worker-1 would win with half, two of those die, and the rest elect another of the same number."""
+    world = World(Grid(), 6)
+    world.deliver()
+    world.die("worker-0")
+    silent = ("worker-3", "worker-4")
+    world.fire("worker-1", "stand")
+    world.deliver(*silent)
+    assert len(world.machines["worker-1"]._votes) == 3 and not world.machines["worker-1"].is_master
+    world.die("worker-3")
+    world.die("worker-4")
+    assert world.machines["worker-1"].is_master, "all that live have voted for it"
+
+
+@pytest.mark.parametrize("welcomed", [False, True])
+def test_newcomers_who_are_left_without_values_end_the_run_and_not_before(welcomed: bool) -> None:
+    world = World(Grid(), 1)
+    for name in ("worker-8", "worker-9"):
+        newcomer(world, name)
+    late = world.mail.pop(("worker-0", "worker-9"))
+    world.mail.clear()  # worker-8 is never welcomed
+
+    def failed(name: str) -> bool:
+        return any(isinstance(effect, Fail) for effect in world.effects[name])
+
+    world.die("worker-0", "worker-8")
+    world.deliver()
+    assert not failed("worker-8"), "worker-9 does not know of the death yet, and may still hear of the dead"
+    if welcomed:
+        world.feed("worker-9", Received("worker-0", late.popleft()))
+    world.feed("worker-9", PeerLost("worker-0"))
+    world.deliver()
+    assert failed("worker-8") is failed("worker-9") is not welcomed
+    if welcomed:
+        world.fire("worker-9", "stand")
+        world.deliver()
+        assert world.machines["worker-9"].is_master and world.computing == {"worker-8", "worker-9"}
+
+
 def test_a_vote_is_given_once_for_a_number_and_never_to_an_older_configuration() -> None:
     world = World(Grid(), 4)
     world.deliver()
@@ -553,7 +592,7 @@ def test_a_vote_is_given_once_for_a_number_and_never_to_an_older_configuration()
 
 
 def test_a_candidate_that_learns_of_a_newer_master_gives_up() -> None:
-    world = World(Grid(), 4)
+    world = World(Grid(), 5)
     world.deliver()
     world.die("worker-0")
     world.fire("worker-1", "stand")
@@ -688,6 +727,32 @@ def test_who_dies_in_the_finale_is_left_out_of_the_mean() -> None:
     living = [world.vectors[name].clone() for name in names(5) if name != "worker-3"]
     world.deliver()
     torch.testing.assert_close(world.vectors["worker-0"], torch.stack(living).mean(0))
+
+
+def test_who_stands_still_in_the_finale_is_left_out_after_a_while() -> None:
+    world = World(Grid(), 5)
+    world.deliver()
+    world.feed("worker-0", StopRequested("enough"))
+    world.deliver("worker-3")
+    assert not world.machines["worker-0"].pace.over
+    others = [world.vectors[name].clone() for name in names(5) if name != "worker-3"]
+    world.fire("worker-0", "final")
+    assert world.now >= 10
+    world.deliver("worker-3")
+    assert world.machines["worker-0"].pace.over
+    torch.testing.assert_close(world.vectors["worker-0"], torch.stack(others).mean(0))
+
+
+def test_a_finale_that_only_takes_long_begins_anew_with_everybody() -> None:
+    world = World(Grid(), 4)
+    world.deliver()
+    world.feed("worker-0", StopRequested("enough"))
+    world.deliver(until=Slice)
+    world.fire("worker-0", "final")
+    assert world.machines["worker-0"]._members() == names(4)
+    assert world.timers["worker-0", "final"] - world.now == 20, "and with twice the patience"
+    world.deliver()
+    assert world.machines["worker-0"].pace.over
 
 
 def test_a_master_that_dies_in_the_finale_is_replaced_by_one_that_ends_the_run() -> None:

@@ -34,20 +34,25 @@ is kept until it does. Rounds begin anew with each.
 
 Newcomers. The master sends a newcomer its own vector; the newcomer installs it, trains, and says that it is ready; then
 it gets a place. Before it has values it neither takes part in rounds nor votes nor stands for election, so values that
-are nobody's can never become those of others, whoever dies.
+are nobody's can never become those of others, whoever dies. Should only newcomers without values be left, they tell
+each other so, and the run fails instead of waiting for ever.
 
 Elections (6.1.5). Deaths are certain: the runtime is their authority, and a node that pauses is not dead. When the
 master has died, each node stands for election after a delay that grows with its place in the configuration and doubles
 with every attempt. It takes the next number and asks all living nodes. A node votes once for each number, never for an
 older number than it has seen, and never for a candidate whose configuration is older than its own: it sends its own
-instead. A majority of the living wins; newcomers abstain. A term is a number together with the name of who won it, so
-two masters of one term are impossible, and of masters of different terms everybody obeys the latest. A vote tells what
-the voter knows of the count, which line masters spread with every round; what only the dead knew is made again.
+instead. A candidate wins with the votes of more than half of its configuration, the dead included, as in Raft, or of
+all its members that live. So of candidates with one configuration no two that live can win the same number: two
+majorities would share a voter, and whoever lives has voted for itself. Should the dead master have told some of a
+configuration that others do not know yet, its stamp, and last the name in it, decides whom everybody obeys. A vote
+tells what the voter knows of the count, which line masters spread with every round; what only the dead knew is made
+again.
 
 The end. When all steps are made, or a stop is asked for, the master sends a final configuration. Nodes stop training
 and reduce along one dimension after the other, sums carrying their weights, so the master gets the exact mean over all
-nodes; whoever dies meanwhile is left out by another final configuration, which begins anew. The joint model of
-evaluations and backups before the end is the master's own vector.
+nodes; whoever dies meanwhile is left out by another final configuration, which begins anew. So is who stands still:
+each node says that it knows of the end, and the master does not wait for ever. The joint model of evaluations and
+backups before the end is the master's own vector.
 
 Invariants: no more rounds of a line are under way than allowed; only the first peer of a line leads it; a node's
 configurations only become newer; populations of the lines differ by at most one; a node without values does not
@@ -111,6 +116,9 @@ ROUNDS_KEPT = 16
 FRESHNESS = 0.2
 #: between the attempts of two nodes to be elected
 STAND_SECONDS = 0.2
+#: patience in the finale: at least so long, and so many times what a round usually takes; doubled with every attempt
+FINAL_SECONDS = 10.0
+FINAL_PATIENCE = 20.0
 #: a node tells the master of so many steps at the latest, and for every so many nodes half as often
 TALLY_STEPS = 8
 TALLY_NODES = 64
@@ -225,7 +233,15 @@ class Welcome(Message, frozen=True):
 
 
 class Ready(Message, frozen=True):
-    """Newcomer to master: it has values and trains."""
+    """Node to master: it knows the configuration. A newcomer that has values now; everybody, when the end begins."""
+
+    stamp: Stamp
+
+
+class Empty(Message, frozen=True):
+    """Newcomer to all: it has no values, and will get none of these, which are dead."""
+
+    dead: tuple[str, ...]
 
 
 class Stand(Message, frozen=True):
@@ -319,7 +335,7 @@ class Grid(Options):
 
     name = "grid"
     summary = "no hub: nodes in a grid are tied to their rows and columns by quorum allreduces (BIDMach)"
-    messages = (Config, Welcome, Ready, Stand, Vote, Open, Slice, Mean, Done, Tally)
+    messages = (Config, Welcome, Ready, Empty, Stand, Vote, Open, Slice, Mean, Done, Tally)
     joint = ""
 
     def __post_init__(self) -> None:
@@ -463,6 +479,8 @@ class GridNode:
         self._abstained: set[str] = set()
         self._attempts = 0
         self._lanes: dict[int, _Lane] = {}
+        #: newcomers without values, and whom each knows to be dead
+        self._empty: dict[str, set[str]] = {}
         #: messages of configurations that have not come yet
         self._held: list[tuple[str, Open | Slice | Mean | Done]] = []
         #: what half of the peers usually take
@@ -476,6 +494,9 @@ class GridNode:
         self._sums: list[tuple[Tensor, float]] = []
         #: it begins with the next event, after the step that this one makes
         self._postponed = False
+        #: at the master: who knows of the end, and how often the finale has begun
+        self._aware: set[str] = set()
+        self._finales = 0
         self._effects: list[Effect] = []
         self._obeyed = self.stamp
 
@@ -504,12 +525,16 @@ class GridNode:
                 self._receive(sender, message, now)
             case TimerFired(name="stand"):
                 self._stand(now)
+            case TimerFired(name="final"):
+                self._hurry(now)
             case TimerFired(name=name):
                 self._lose_patience(name, now)
             case PeerJoined(peer=peer):
                 self.living.add(peer)
                 if self.is_master:
                     self._welcome([peer])
+                elif self.config is None:
+                    self._despair()
             case PeerLost(peer=peer):
                 self._lose(peer, now)
             case StopRequested(reason=reason):
@@ -601,10 +626,18 @@ class GridNode:
                 if self.config is None:
                     self._do(Install(values))
                     self._buffers = values[self.seat.parameter_count :].clone()
-                self._consider(config, now)
-                self._send(sender, Ready())
-            case Ready() if self.is_master and not self._is_final() and sender not in self._members():
-                self._configure([*self._members(), sender], now)
+                    self._adopt(config, now)
+                else:
+                    self._consider(config, now)
+                self._send(sender, Ready(config.stamp))
+            case Ready(stamp=stamp) if self.is_master:
+                if self._is_final():
+                    self._aware |= {sender} if stamp == self.stamp else set()
+                elif sender not in self._members():
+                    self._configure([*self._members(), sender], now)
+            case Empty(dead=dead) if self.config is None:
+                self._empty[sender] = set(dead)
+                self._give_up()
             case Stand():
                 self._vote_on(sender, message)
             case Vote():
@@ -843,8 +876,8 @@ class GridNode:
         return self.config is not None and self.config.final != ""
 
     def _consider(self, config: Config, now: float) -> None:
-        """Obey a configuration unless a newer one is known."""
-        if config.stamp > self.stamp:
+        """Obey a configuration unless a newer one is known; who has no values yet obeys none."""
+        if self.config is not None and config.stamp > self.stamp:
             self._adopt(config, now)
 
     def _adopt(self, config: Config, now: float) -> None:
@@ -859,6 +892,10 @@ class GridNode:
         self._lanes = {number: _Lane(all_lines[number], len(self.seat.weights)) for number in mine}
         if config.final:
             self._postponed = len(config.members) > 1 and any(isinstance(effect, Step) for effect in self._effects)
+            if self.is_master:
+                self._await_finale()
+            else:
+                self._send(config.master, Ready(config.stamp))
             if self.name in config.members and not self._postponed:
                 self._sum_up(self._vector(), 1.0, now)
         else:
@@ -917,8 +954,16 @@ class GridNode:
                     self._proceed(number, lane, round_, now)
 
     def _despair(self) -> None:
-        """A newcomer without values cannot go on alone."""
-        if self.living == {self.name}:
+        """A newcomer without values tells the others, unless one of the first is left: those have values."""
+        if not self.living & {node.name for node in self.seat.nodes}:
+            for peer in sorted(self.living - {self.name}):
+                self._send(peer, Empty(tuple(sorted(self.dead))))
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """End the run if nobody has values and nobody who is dead can have sent any that are still to come."""
+        others = self.living - {self.name}
+        if all(peer in self._empty and self._empty[peer] >= self.dead for peer in others):
             self._do(Fail(f"{self.name} came when everybody who knew the model had died: continue from the backup"))
 
     # ---- elections ----
@@ -968,7 +1013,9 @@ class GridNode:
 
     def _count_votes(self, now: float) -> None:
         assert self.config is not None
-        if 2 * len(self._votes & self.living) <= len(self.living - self._abstained):
+        members = set(self._members())
+        electorate = members & self.living or self.living - self._abstained
+        if 2 * len(self._votes & members) <= len(members) and not electorate <= self._votes:
             return
         voters, final = sorted(self._votes & self.living), self.config.final or self.stop_reason
         if self.pace.steps_left <= 0:
@@ -982,6 +1029,18 @@ class GridNode:
     def _end(self, reason: str, now: float) -> None:
         if not self._is_final():
             self._configure(self._members(), now, final=reason)
+
+    def _await_finale(self) -> None:
+        self._aware = {self.name}
+        if len(self._members()) > 1:
+            seconds = max(FINAL_SECONDS, FINAL_PATIENCE * self._usual.get("means", 0.0))
+            self._do(SetTimer("final", seconds * 2**self._finales))
+        self._finales += 1
+
+    def _hurry(self, now: float) -> None:
+        """The finale takes too long: begin it anew without those who do not answer."""
+        if self.is_master and self._is_final():
+            self._configure([name for name in self._members() if name in self._aware], now)
 
     def _sum_up(self, values: Tensor, weight: float, now: float) -> None:
         """Reduce along the next dimension; after the last one the values are the mean over all."""

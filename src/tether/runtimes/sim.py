@@ -343,7 +343,7 @@ class Simulation:
             elif fault.at is not None:
                 self.at(fault.at, self._strike, fault)
         if (limit := self.plan.seconds) is not None:
-            self.at(limit, self._places[self.plan.joint].deliver, StopRequested(f"{limit:g} s have passed"))
+            self.at(limit, self.request_stop, f"{limit:g} s have passed")
         members = tuple(self._places)
         for place in list(self._places.values()):
             self.at(0.0, place.deliver, Started(members))
