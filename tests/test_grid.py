@@ -418,6 +418,24 @@ def test_below_the_quorum_patience_has_no_end() -> None:
     assert world.machines["worker-0"]._lanes[0].ended == deque([1])
 
 
+def test_one_alone_is_no_quorum() -> None:
+    options = Grid(scatter_quorum=0.1, gather_quorum=0.5, round_quorum=1.0)
+    assert [options.quorum("slices", living) for living in (1, 2, 3, 10, 30)] == [1, 2, 2, 2, 3]
+    assert [options.quorum("means", living) for living in (1, 2, 4, 5)] == [1, 2, 2, 3]
+    assert [options.quorum("reports", living) for living in (1, 2, 5)] == [1, 2, 5]
+
+
+def test_patience_doubles_until_it_is_known_what_is_usual() -> None:
+    """So on a slow link rounds do not end for ever before anything has come."""
+    slow = Sim(workers=4, step_seconds=0.1, link="1mbit", model_bytes="10MB", checked=True)  # a round takes minutes
+    plan = RunPlan.make(SyntheticTask(), Grid(rounds_in_flight=4), slow, Request(steps=6000, trace=False), None)
+    observer = Rounds()
+    outcome = slow.execute(plan, observer)
+    sent = sum(meter.bytes_sent for meter in outcome.meters.values())
+    assert sent > 0.7 * 4 * outcome.seconds * 1e6 / 8
+    assert sum(observer.counts.values()) * 2 * 10e6 < 1.1 * sent, "each round has moved its bytes"
+
+
 def test_who_is_dead_is_not_waited_for() -> None:
     world = World(Grid(dimensions=1, scatter_quorum=1.0, gather_quorum=1.0, alpha=0.5), 3)
     start = {name: vector.clone() for name, vector in world.vectors.items()}

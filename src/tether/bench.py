@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tether import comparison, tasks
+from tether import allreduce, comparison, tasks
 from tether.errors import unknown
 from tether.learner import build_model
 from tether.plan import Request
@@ -215,6 +215,8 @@ def _staleness(outcome: Outcome) -> Counter[int]:
 def named(name: str) -> Callable[..., Report]:
     """The benchmark of that name; its arguments are the options that it has."""
     known: dict[str, Callable[..., Report]] = {
+        "allreduce": allreduce.allreduce,
+        "grid": allreduce.grid,
         "overhead": overhead,
         "rudra": rudra,
         "sim": simulator,

@@ -206,7 +206,10 @@ def swarm_(
 @app.command("bench")
 def bench_(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="mpca, overhead, rudra, scaling, sim, table2 or utilization.")
+        str,
+        typer.Argument(
+            metavar="NAME", help="allreduce, grid, mpca, overhead, rudra, scaling, sim, table2 or utilization."
+        ),
     ],
     task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,
     data: DataOption = None,

@@ -25,7 +25,8 @@ peer has not answered: what is beyond waits for the answer, so a slow link never
 
 Quorums with patience (2.1, 6.1.4). Slices, means and reports are waited for from all living peers, and after a time-out
 only from a quorum. The previous slice or mean of a silent peer then stands in for it. The time-out is three times what
-half of the peers usually take, unless it is given. Who is known to be dead is not waited for.
+half of the peers usually take, unless it is given, and doubles until that has been measured. Who is known to be dead is
+not waited for.
 
 The master and its configurations (2.2). The master places the nodes, again whenever one comes or goes, and moves as few
 as the balance allows. A configuration has a stamp: the number of the master's term, the master, and a version. A node
@@ -375,9 +376,9 @@ class Grid(Options):
         return BETA / (self.dimensions * self.rounds_in_flight) if self.alpha == "auto" else self.alpha
 
     def quorum(self, kind: Kind, living: int) -> int:
-        """How many of so many peers are enough after the time-out."""
+        """How many of so many peers, oneself included, are enough after the time-out; one alone exchanges nothing."""
         shares = {"slices": self.scatter_quorum, "means": self.gather_quorum, "reports": self.round_quorum}
-        return max(1, math.ceil(shares[kind] * living - 1e-9))
+        return max(min(2, living), math.ceil(shares[kind] * living - 1e-9))
 
 
 # ---- the machine ----------------------------------------------------------------------------------------------------
@@ -483,8 +484,9 @@ class GridNode:
         self._empty: dict[str, set[str]] = {}
         #: messages of configurations that have not come yet
         self._held: list[tuple[str, Open | Slice | Mean | Done]] = []
-        #: what half of the peers usually take
+        #: what half of the peers usually take, and the patience with them until that is known
         self._usual: dict[Kind, float] = {}
+        self._patience: dict[Kind, float] = {}
         #: steps and samples that the master has not been told of, and whether a round has ended since
         self._untold = [0, 0]
         self._ended = False
@@ -756,8 +758,8 @@ class GridNode:
         if self.options.timeout_seconds != "auto":
             return self.options.timeout_seconds
         # a slice alone says little: a mean has made the way there and back
-        usual = self._usual.get("means" if kind == "slices" else kind)
-        return FIRST_SECONDS if usual is None else PATIENCE * usual
+        kind = "means" if kind == "slices" else kind
+        return PATIENCE * self._usual[kind] if kind in self._usual else self._patience.get(kind, FIRST_SECONDS)
 
     def _lose_patience(self, name: str, now: float) -> None:
         kind, *where = name.split()
@@ -766,12 +768,17 @@ class GridNode:
         number, round_ = int(where[0]), int(where[1])
         lane = self._lanes[number]
         if kind == "reports" and round_ in lane.led:
-            lane.led[round_].overdue = True
+            self._tire(lane.led[round_], "reports", now)
             self._lead(number, lane, now)
         elif kind != "reports" and round_ in lane.rounds:
             part = lane.rounds[round_]
-            (part.slices if kind == "slices" else part.means).overdue = True
+            self._tire(part.slices if kind == "slices" else part.means, "means", now)
             self._proceed(number, lane, round_, now)
+
+    def _tire(self, wait: _Wait, kind: Kind, now: float) -> None:
+        """Wait no longer; who has never seen half of the peers come in time gives them twice as long the next time."""
+        wait.overdue = True
+        self._patience[kind] = max(self._patience.get(kind, FIRST_SECONDS), 2 * (now - wait.since))
 
     def _proceed(self, number: int, lane: _Lane, round_: int, now: float) -> None:
         """Reduce, and end the round, when enough has come."""
