@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tether.errors import Diverged, TaskError, UsageError
 from tether.task import SyntheticTask, Task, describe_error
-from tether.vector import Vector
+from tether.vector import Empty, Vector
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
 ELEMENTWISE = {
@@ -31,11 +31,11 @@ _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.opt
 class Learner:
     """Computes gradients, steps and holds the vector that values are installed into."""
 
-    def __init__(self, task: Task, batches: Iterator[Any], *, node: str, seed: int) -> None:
+    def __init__(self, task: Task, batches: Iterator[Any], *, node: str, seed: int, empty: Empty = torch.empty) -> None:
         self.task = task
         self.node = node
         self.model = build_model(task, seed)
-        self.vector = Vector(self.model)
+        self.vector = Vector(self.model, empty)
         self.weights = self.vector.weights
         self.parameter_count = self.vector.parameter_count
         self.optimizer = task.optimizer(self.model)
@@ -129,17 +129,18 @@ class Learner:
 class SyntheticLearner:
     """Slides down the bowl of a `SyntheticTask` by plain gradient descent."""
 
-    def __init__(self, task: SyntheticTask, *, index: int, seed: int) -> None:
+    def __init__(self, task: SyntheticTask, *, index: int, seed: int, empty: Empty = torch.empty) -> None:
         self.task = task
         self.weights = torch.ones(task.parameters)
         self.parameter_count = task.parameters
         self.load_seconds = 0.0
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        self._gradient = torch.empty(task.parameters)
+        self._empty = empty
+        self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
 
     def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
         if fresh:
-            self._gradient = torch.empty(self.parameter_count)
+            self._gradient = self._empty(self.parameter_count, dtype=self.weights.dtype)
         self._gradient.normal_(0.0, self.task.noise, generator=self._noise).add_(self.weights)
         return self._gradient, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size
 

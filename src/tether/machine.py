@@ -30,7 +30,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
+import torch
 from torch import Tensor
+
+from tether.vector import Empty
 
 M = TypeVar("M")
 #: a row of metrics
@@ -260,9 +263,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     loose: bool = False
     less: Tensor | None = None
 
-    def take(self, weights: Tensor) -> Tensor:
+    def take(self, weights: Tensor, empty: Empty = torch.empty) -> Tensor:
         part = weights[self.start : self.stop]
-        return part.clone() if self.less is None else part - self.less
+        taken = empty(len(part), dtype=part.dtype, device=part.device)
+        return taken.copy_(part) if self.less is None else torch.sub(part, self.less, out=taken)
 
 
 def snapshot(start: int = 0, stop: int | None = None, *, loose: bool = False, less: Tensor | None = None) -> Tensor:

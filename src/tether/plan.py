@@ -8,6 +8,8 @@ import re
 from dataclasses import dataclass, field
 from typing import IO, Any, ClassVar
 
+import torch
+
 from tether.errors import UsageError
 from tether.learner import Learner, SyntheticLearner
 from tether.machine import Machine, Message, Node, Replica, Schedule, Seat
@@ -17,6 +19,7 @@ from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
 from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
+from tether.vector import Empty
 
 #: a run that only has a target or a time ends after so many epochs
 EPOCHS_MAX = 100
@@ -189,12 +192,12 @@ class RunPlan:
     def workers(self) -> int:
         return sum(node.computes for node in self.nodes)
 
-    def build(self, node: Node) -> tuple[Machine, Replica]:
+    def build(self, node: Node, empty: Empty = torch.empty) -> tuple[Machine, Replica]:
         replica: Replica
         if isinstance(self.task, SyntheticTask):
-            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed)
+            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty)
         else:
-            replica = Learner(self.task, self._batches(node), node=node.name, seed=self.seed)
+            replica = Learner(self.task, self._batches(node), node=node.name, seed=self.seed, empty=empty)
         restored = self.restored
         if restored is not None:
             if replica.weights.shape != restored.weights.shape:

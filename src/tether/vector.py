@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from tether.errors import TaskError
 
+#: makes a tensor of so many values: `torch.empty`, or what puts it where other processes can see it
+Empty = Callable[..., Tensor]
+
 
 class Vector:
     """A module's parameters and buffers, flat. Changing `weights` changes the module and the other way round."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, empty: Empty = torch.empty) -> None:
+        """`empty` makes the buffers for gradients."""
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
             raise TaskError(
@@ -41,12 +46,14 @@ class Vector:
             end = position + tensor.numel()
             tensor.data = self.weights[position:end].view(tensor.shape)
             position = end
+        self._empty = empty
         self._buffers = [(part, name, buffer) for (part, name), buffer in zip(places, buffers, strict=True)]
         self.renew_gradient()
 
     def renew_gradient(self) -> None:
         """Put the gradients into a new buffer; the old one keeps its values for whoever still holds it."""
-        self.gradient = torch.zeros(self.parameter_count, dtype=self.weights.dtype, device=self.weights.device)
+        self.gradient = self._empty(self.parameter_count, dtype=self.weights.dtype, device=self.weights.device)
+        self.gradient.zero_()
         self._gradient_views: list[Tensor] = []
         for parameter, start in zip(self.parameters, self.positions, strict=False):
             view = self.gradient[start : start + parameter.numel()].view(parameter.shape)

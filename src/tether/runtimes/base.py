@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
+import torch
 from torch import Tensor
 
 from tether.machine import Checkpoint, Evaluate, Machine, Message, Node, Replica, Row
 from tether.runtimes.interpreter import Recorder
 from tether.trace import Meter, Span
+from tether.vector import Empty
 
 
 class Plan(Protocol):
@@ -47,8 +49,8 @@ class Plan(Protocol):
         """How many threads a node of its own process may use for loose work."""
         ...
 
-    def build(self, node: Node) -> tuple[Machine, Replica]:
-        """The machine and the replica of one node."""
+    def build(self, node: Node, empty: Empty = torch.empty) -> tuple[Machine, Replica]:
+        """The machine and the replica of one node; `empty` makes the tensors that it may send."""
         ...
 
     def log(self, name: str) -> IO[bytes] | None:

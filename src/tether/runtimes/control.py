@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 from torch import Tensor
 
 from tether.machine import Message
 from tether.machine import Row as RowOfMetrics
 from tether.trace import Meter, Span
-
-
-class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Goes before every message."""
-
-    sender: str
-
 
 # ---- node to driver -------------------------------------------------------------------------------------------------
 

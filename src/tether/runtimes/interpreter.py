@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import msgspec
+import torch
 from torch import Tensor
 
 from tether.compress import Compressor, Packed, Stream, unpack
@@ -52,6 +53,7 @@ from tether.machine import (
 )
 from tether.runtimes.collectives import Collectives, Down, Up
 from tether.trace import Meter, Tracer
+from tether.vector import Empty
 from tether.wire import payload_bytes
 
 T = TypeVar("T")
@@ -125,7 +127,9 @@ class Interpreter:
         recorder: Recorder | None = None,
         checked: bool = False,
         compress: str = "none",
+        empty: Empty = torch.empty,
     ) -> None:
+        """`empty` makes the tensors that the node sends."""
         self.node = node
         self.machine = machine
         self.replica = replica
@@ -133,6 +137,7 @@ class Interpreter:
         self.meter = Meter(node)
         self.tracer = tracer or Tracer(enabled=False)
         self.finished = False
+        self._empty = empty
         self._collectives = Collectives(
             node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights)
         )
@@ -241,17 +246,20 @@ class Interpreter:
                     self.host.record(values)
             case Evaluate():
                 self.host.settle()
-                self.host.evaluate(effect, self.replica.weights.clone())
+                self.host.evaluate(effect, self._copy_of_weights())
             case Checkpoint():
                 self.host.settle()
-                self.host.checkpoint(effect, self.replica.weights.clone(), self.replica.state())
+                self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state())
             case Fail(reason=reason):
                 raise UsageError(reason)
             case Finish(reason=reason):
                 self.finished = True
                 self.host.settle()
-                self.host.finish(reason, self.replica.weights)
+                self.host.finish(reason, self._copy_of_weights())
         return []
+
+    def _copy_of_weights(self) -> Tensor:
+        return Snapshot(0, None).take(self.replica.weights, self._empty)
 
     def _resolve(self, struct: _Struct, known: dict[tuple[int, int | None], Tensor]) -> _Struct:
         """The message with its snapshots taken, those that are `known` not again."""
@@ -260,7 +268,10 @@ class Interpreter:
             value = getattr(struct, name)
             if isinstance(value, Snapshot):
                 key = value.start, value.stop
-                taken[name] = known[key] if key in known and value.less is None else value.take(self.replica.weights)
+                if key in known and value.less is None:
+                    taken[name] = known[key]
+                else:
+                    taken[name] = value.take(self.replica.weights, self._empty)
                 if value.less is None:
                     known[key] = taken[name]
         return msgspec.structs.replace(struct, **taken) if taken else struct

@@ -1,7 +1,8 @@
-"""Sockets between processes: each has one inbox and one way out to every other.
+"""Messages between processes: each has one inbox and one way out to every other.
 
-ZeroMQ's own threads move the bytes, so a send never blocks and costs no copy. An `Outbox` may be used by one thread at
-a time, under the node's lock; an `Inbox` by one thread only.
+Messages go through sockets, in order; ZeroMQ's own threads move the bytes, so a send never blocks. Large tensors stay
+in shared memory and the envelope tells where, so the codec meets the same frames either way. An `Outbox` may be used by
+one thread at a time, under the node's lock; an `Inbox` by one thread only.
 """
 
 from __future__ import annotations
@@ -15,8 +16,15 @@ import zmq
 
 from tether.errors import WireError
 from tether.machine import Message
-from tether.runtimes.control import Envelope
-from tether.wire import Codec
+from tether.runtimes.memory import SHARED_BYTES_MIN, Loan, Memory, PeerMemory
+from tether.wire import Codec, Frame
+
+
+class Envelope(msgspec.Struct, frozen=True, array_like=True):
+    """Goes before every message. If any tensor is lent there is an entry for each, None for those that come along."""
+
+    sender: str
+    loans: tuple[Loan | None, ...] = ()
 
 
 class Inbox:
@@ -27,26 +35,40 @@ class Inbox:
         self.socket.set_hwm(0)
         self.socket.bind(address(directory, name))
         self._codec = Codec(types)
+        self._memory = PeerMemory(directory)
 
     def receive(self) -> tuple[str, Message]:
         """The next message and who sent it; `WireError` for one that must be refused."""
-        frames = self.socket.recv_multipart(copy=False)
-        if len(frames) < 2:
-            raise WireError("a message without an envelope")
+        first, *frames = (frame.buffer for frame in self.socket.recv_multipart(copy=False))
         try:
-            envelope = msgspec.msgpack.decode(frames[0].buffer, type=Envelope)
-        except msgspec.MsgspecError as error:
+            envelope = msgspec.msgpack.decode(first, type=Envelope)
+        except (msgspec.MsgspecError, ValueError) as error:
             raise WireError(f"malformed envelope: {error}") from error
-        return envelope.sender, self._codec.decode([frame.buffer for frame in frames[1:]])
+        if envelope.loans:
+            frames = self._with_loans(envelope, frames)
+        return envelope.sender, self._codec.decode(frames)
+
+    def forget(self, sender: str) -> None:
+        """Let go of a dead peer's memory."""
+        self._memory.forget(sender)
+
+    def _with_loans(self, envelope: Envelope, frames: list[memoryview]) -> list[memoryview]:
+        """The frames as if the tensors that are lent had come along."""
+        if len(frames) != 1 + envelope.loans.count(None):
+            raise WireError(f"{len(frames)} frames and {len(envelope.loans)} tensors, some of them lent")
+        came = iter(frames)
+        borrow = self._memory.borrow
+        return [next(came), *(borrow(envelope.sender, loan) if loan else next(came) for loan in envelope.loans)]
 
 
 class Outbox:
-    """How a process sends."""
+    """How a process sends; without memory all tensors go through the socket."""
 
-    def __init__(self, context: zmq.Context[Any], directory: Path, name: str) -> None:
+    def __init__(self, context: zmq.Context[Any], directory: Path, name: str, *, memory: Memory | None = None) -> None:
         self._context = context
         self._directory = directory
-        self._envelope = msgspec.msgpack.encode(Envelope(name))
+        self._name = name
+        self._memory = memory
         self._codec = Codec([Message])
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
@@ -57,12 +79,23 @@ class Outbox:
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
             socket.connect(address(self._directory, to))
             self._sockets[to] = socket
-        self._sockets[to].send_multipart([self._envelope, *self._codec.encode(message)], copy=False)
+        header, *tensors = self._codec.encode(message)
+        loans = [self._lend(to, frame) for frame in tensors]
+        envelope = Envelope(self._name, tuple(loans) if any(loans) else ())
+        come_along = [frame for frame, loan in zip(tensors, loans, strict=True) if loan is None]
+        self._sockets[to].send_multipart([msgspec.msgpack.encode(envelope), header, *come_along], copy=False)
 
     def forget(self, to: str) -> None:
-        """Drop what is still on its way to a dead peer."""
+        """Drop what is still on its way to a dead peer, and take back what it was lent."""
         if to in self._sockets:
             self._sockets.pop(to).close(linger=0)
+        if self._memory is not None:
+            self._memory.forget(to)
+
+    def _lend(self, to: str, frame: Frame) -> Loan | None:
+        if self._memory is None or len(frame) < SHARED_BYTES_MIN:
+            return None
+        return self._memory.lend(to, frame)
 
 
 def address(directory: Path, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Processes on one machine, linked by ZeroMQ.
+"""Processes on one machine, linked by ZeroMQ and shared memory.
 
 The driver, which is the caller's process, launches a process per node, tells all of them when one has died, and takes
 in what they report. Protocol messages go straight from process to process.
@@ -170,7 +170,8 @@ class Driver:
                 observer.checkpoint(effect, saved.weights, replica_state, saved.now)
             case control.Finished(reason=reason, weights=weights, now=now):
                 if self._plan.joint in ("", sender) and self._outcome is None:
-                    self._outcome = Outcome(weights, now, reason)
+                    # a copy, for what is lent would keep all of the node's memory
+                    self._outcome = Outcome(weights.clone(), now, reason)
             case control.Bye(meter=meter, spans=spans):
                 self._said_bye.add(sender)
                 self._meters[sender] = meter
@@ -197,6 +198,7 @@ class Driver:
             raise RunError(f"no worker is left: {name} was the last and {how}{self._log_of(name)}")
         self._observer.note(f"{name} {how}; the others go on")
         self._outbox.forget(name)
+        self._inbox.forget(name)
         for other in self._living:
             self._outbox.send(other, control.Lost(name))
 

@@ -50,6 +50,7 @@ from tether.runtimes.base import Plan
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.link import Inbox, Outbox
+from tether.runtimes.memory import Memory
 from tether.runtimes.pool import Pool
 from tether.trace import Tracer
 from tether.wire import pack_tree
@@ -82,7 +83,8 @@ class NodeProcess:
         self.name = birth.node.name
         types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
         self._inbox = Inbox(context, birth.directory, self.name, [*control.FROM_DRIVER, *types])
-        self._outbox = Outbox(context, birth.directory, self.name)
+        self._memory = Memory(birth.directory, self.name)
+        self._outbox = Outbox(context, birth.directory, self.name, memory=self._memory)
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
         self._compute: bool | None = None
@@ -96,7 +98,7 @@ class NodeProcess:
         self._link_seconds = 0.0
         self._timers: list[tuple[float, str, int]] = []
         self._settings: dict[str, int] = {}
-        machine, replica = birth.plan.build(birth.node)
+        machine, replica = birth.plan.build(birth.node, self._memory.empty)
         recorder = birth.plan.recorder(birth.node, replica)
         # a record tells of the weights at every event, so nothing may change them in between
         self._pool = Pool(birth.plan.pool_threads, self._lock, self._fail) if recorder is None else None
@@ -108,6 +110,7 @@ class NodeProcess:
             tracer=Tracer(birth.plan.traced),
             recorder=recorder,
             compress=birth.plan.compress,
+            empty=self._memory.empty,
         )
 
     # ---- what the interpreter asks for, always under the lock ----
@@ -152,7 +155,7 @@ class NodeProcess:
         )
 
     def finish(self, reason: str, weights: Tensor) -> None:
-        self._tell(control.Finished(reason, weights.clone(), self.now()))
+        self._tell(control.Finished(reason, weights, self.now()))
 
     def _tell(self, message: Message) -> None:
         self._outbox.send(DRIVER, message)
@@ -176,6 +179,7 @@ class NodeProcess:
     def _train(self) -> None:
         interpreter, replica = self._interpreter, self._interpreter.replica
         exchanged = 0.0
+        gradient: Tensor | None = None
         while True:
             with self._lock:
                 while self._compute is None and not self._over:
@@ -183,6 +187,8 @@ class NodeProcess:
                 if self._over:
                     return
                 fresh, self._compute = bool(self._compute), None
+            if gradient is not None and self._memory.is_lent(gradient):
+                fresh = True  # somebody is still reading the last one
             start = time.monotonic()
             gradient, loss, samples = replica.compute(fresh)
             seconds = time.monotonic() - start
@@ -227,6 +233,7 @@ class NodeProcess:
                     return
                 case control.Lost(peer=peer):
                     self._outbox.forget(peer)
+                    self._inbox.forget(peer)
                     event = PeerLost(peer)
                 case control.Stop(reason=reason):
                     event = StopRequested(reason)

@@ -1,0 +1,220 @@
+"""Shared memory: a tensor that is sent stays where it is, and the message only says where that is.
+
+Each node has a region of memory that its peers can map, and cuts it into blocks. A large tensor is sent as a loan of
+its block; one that lies elsewhere is copied into a block first. The receiver gets a view of the block, and returns the
+loan when the last reference to the view is gone. A block is used again once the node itself holds no tensor in it and
+all its loans are returned.
+
+- There are no locks between processes and nobody waits. Every loan has a byte in the region: the owner sets it before
+  the message goes, and from then on only the receiver writes it, once. Where no block or no byte is left the tensor
+  travels in the message. `models/handover.pml` is this for a model checker.
+- What a dead peer was lent counts as returned. When the owner dies its peers' mappings live on, and so do their views.
+- A region has no name in any file system, so nothing of it is left however its processes end. It is as large as the
+  machine's memory; pages that were never touched cost nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+import mmap
+import os
+import threading
+import weakref
+from collections import defaultdict, deque
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tether.errors import WireError
+
+#: a smaller tensor travels in the message: that costs less than a loan
+SHARED_BYTES_MIN = 32 * 1024
+#: how many loans may be out at a time; the region begins with a byte for each
+LOANS_MAX = 4096
+
+
+class Loan(msgspec.Struct, frozen=True, array_like=True):
+    """Which bytes of the owner's region are lent; `number` is the position of the byte that says so."""
+
+    number: int
+    start: int
+    length: int
+
+
+class _Block:
+    """A piece of a region."""
+
+    def __init__(self, start: int, size: int) -> None:
+        self.start = start
+        self.size = size
+        #: the node itself has a tensor here
+        self.held = False
+        self.loans = 0
+
+
+class Memory:
+    """A node's own region: room for the tensors that it will send, and what it has lent of them."""
+
+    def __init__(self, directory: Path, name: str, *, size: int | None = None) -> None:
+        self._region = _create(directory, name, size or os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
+        self._bytes = np.frombuffer(self._region, np.uint8)
+        self._address = self._bytes.ctypes.data
+        self._lock = threading.Lock()
+        self._blocks: list[_Block] = []
+        self._end = LOANS_MAX
+        #: blocks that nobody uses, by their size
+        self._free: defaultdict[int, list[_Block]] = defaultdict(list)
+        self._numbers = list(range(LOANS_MAX))
+        self._loans: dict[int, tuple[_Block, str]] = {}
+        #: blocks in which the node itself has no tensor any more: finalizers add to it, which must take no lock
+        self._dropped: deque[_Block] = deque()
+
+    def empty(self, count: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """As `torch.empty`, but in the region if it is worth while and there is room."""
+        length = count * dtype.itemsize
+        if length >= SHARED_BYTES_MIN and (device is None or device.type == "cpu"):
+            with self._lock:
+                block = self._take(length)
+            if block is not None:
+                view = memoryview(self._region)[block.start : block.start + length]
+                weakref.finalize(view, self._dropped.append, block).atexit = False
+                return torch.frombuffer(view, dtype=dtype)
+        return torch.empty(count, dtype=dtype, device=device)
+
+    def lend(self, to: str, values: bytes | memoryview) -> Loan | None:
+        """Let a peer see these bytes, which must not change until it is done; None if there is no room."""
+        source = np.frombuffer(values, np.uint8)
+        position = source.ctypes.data - self._address
+        with self._lock:
+            block = self._at(position)
+            copied = block is None
+            if not self._numbers:
+                self._sweep()
+            if not self._numbers or (block is None and (block := self._take(len(source))) is None):
+                return None
+            number = self._numbers.pop()
+        if copied:
+            position = block.start
+            self._bytes[position : position + len(source)] = source
+        with self._lock:
+            self._loans[number] = block, to
+            block.loans += 1
+            block.held = block.held and not copied
+            self._region[number] = 1
+        return Loan(number, position, len(source))
+
+    def is_lent(self, values: Tensor) -> bool:
+        """Whether a peer may be reading these values."""
+        with self._lock:
+            self._sweep()
+            block = self._at(values.data_ptr() - self._address)
+            return block is not None and block.loans > 0
+
+    def forget(self, peer: str) -> None:
+        """Take back what a dead peer was lent."""
+        with self._lock:
+            for number, (_, to) in self._loans.items():
+                if to == peer:
+                    self._region[number] = 0
+            self._sweep()
+
+    @property
+    def used_bytes(self) -> int:
+        """How much of the region has been used so far."""
+        return self._end - LOANS_MAX
+
+    def _take(self, length: int) -> _Block | None:
+        """A block for the node itself. Sizes are powers of two, whose last pages are never touched."""
+        self._sweep()
+        size = 1 << (length - 1).bit_length()
+        if self._free[size]:
+            block = self._free[size].pop()
+        elif self._end + size <= len(self._region):
+            block = _Block(self._end, size)
+            self._blocks.append(block)
+            self._end += size
+        else:
+            return None
+        block.held = True
+        return block
+
+    def _at(self, position: int) -> _Block | None:
+        if not LOANS_MAX <= position < self._end:
+            return None
+        return self._blocks[bisect.bisect_right(self._blocks, position, key=lambda block: block.start) - 1]
+
+    def _sweep(self) -> None:
+        """See which loans have been returned and which tensors are gone."""
+        for number in [number for number in self._loans if not self._region[number]]:
+            block, _ = self._loans.pop(number)
+            self._numbers.append(number)
+            block.loans -= 1
+            self._release(block)
+        while self._dropped:
+            block = self._dropped.popleft()
+            block.held = False
+            self._release(block)
+
+    def _release(self, block: _Block) -> None:
+        if not block.held and not block.loans:
+            self._free[block.size].append(block)
+
+
+class PeerMemory:
+    """The regions of others, mapped when something in them is first lent."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._regions: dict[str, mmap.mmap] = {}
+
+    def borrow(self, owner: str, loan: Loan) -> memoryview:
+        """A view of what was lent; the loan is returned when nothing refers to the view any more."""
+        if owner not in self._regions:
+            self._regions[owner] = _map(self._directory, owner)
+        region = self._regions[owner]
+        number, start, length = loan.number, loan.start, loan.length
+        if not (0 <= number < LOANS_MAX <= start and 0 < length <= len(region) - start):
+            raise WireError(f"{loan} is outside the memory of {owner}")
+        view = memoryview(region)[start : start + length]
+        weakref.finalize(view, _give_back, region, number, os.getpid()).atexit = False
+        return view
+
+    def forget(self, owner: str) -> None:
+        """Let go of a dead peer's region; views of it stay."""
+        self._regions.pop(owner, None)
+
+
+def _give_back(region: mmap.mmap, number: int, borrower: int) -> None:
+    if os.getpid() == borrower:  # and not a fork of it, which has borrowed nothing
+        region[number] = 0
+
+
+def _create(directory: Path, name: str, size: int) -> mmap.mmap:
+    if not hasattr(os, "memfd_create"):  # a region without room: all tensors travel in messages
+        return mmap.mmap(-1, LOANS_MAX)
+    descriptor = os.memfd_create(_title(directory, name), os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size)
+    (directory / f"{name}.memory").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+    return mmap.mmap(descriptor, size)
+
+
+def _map(directory: Path, owner: str) -> mmap.mmap:
+    """The region of a peer. One that has died and was never mapped before is lost."""
+    try:
+        descriptor = os.open(directory / f"{owner}.memory", os.O_RDWR | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise WireError(f"no memory of {owner!r}: {error}") from error
+    try:
+        # the process of a dead peer may have given its number to another, which has other files
+        if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{_title(directory, owner)} (deleted)":
+            raise WireError(f"the memory of {owner!r} is gone")
+        return mmap.mmap(descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _title(directory: Path, name: str) -> str:
+    return f"{directory.name} {name}"
