@@ -324,6 +324,8 @@ class Seat:
     parameter_count: int
     schedule: Schedule
     restored: dict[str, Any] | None = None
+    #: makes a tensor that will be sent, where that costs no copy
+    empty: Empty = torch.empty
 
     @property
     def workers(self) -> tuple[str, ...]:

@@ -215,6 +215,7 @@ class RunPlan:
             replica.parameter_count,
             self.schedule,
             restored.state if restored and restored.protocol == self.protocol.name else None,
+            empty,
         )
         return self.protocol.machine(seat), replica
 

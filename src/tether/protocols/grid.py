@@ -693,11 +693,12 @@ class GridNode:
 
     def _vector(self) -> Tensor:
         """A copy of the vector as it will be after the changes that this event has brought so far."""
-        replica = SimpleNamespace(weights=self.seat.weights.clone())
+        weights = self.seat.weights
+        vector = self.seat.empty(len(weights), dtype=weights.dtype, device=weights.device).copy_(weights)
+        replica = cast(Replica, SimpleNamespace(weights=vector))
         for effect in self._effects:
             if isinstance(effect, Install | Add | Blend):
-                change(cast(Replica, replica), effect)
-        vector: Tensor = replica.weights
+                change(replica, effect)
         vector[self.seat.parameter_count :] = self._buffers
         return vector
 
@@ -807,8 +808,10 @@ class GridNode:
                     part.slices.came.setdefault(peer, (lane.slices[peer], 1.0))
         came = [part.slices.came[peer] for peer in lane.line.peers if peer in part.slices.came]
         weight = sum(weight for _, weight in came)
-        mean = torch.zeros_like(came[0][0])
-        for values, share in came:
+        (first, share), *others = came
+        mean = self.seat.empty(len(first), dtype=first.dtype, device=first.device)
+        torch.mul(first, share / weight, out=mean)
+        for values, share in others:
             mean.add_(values, alpha=share / weight)
         start = lane.parts[self.name].start
         part.means.came[self.name] = (mean, weight)
@@ -828,7 +831,7 @@ class GridNode:
             if not len(inner):
                 pass
             elif self.options.pull == "difference":
-                self._do(Add(inner - part.sent[place.start : edge], rate, place.start))
+                self._do(Add(inner, rate, place.start), Add(part.sent[place.start : edge], -rate, place.start))
             else:
                 self._do(Blend(inner, rate, place.start))
             if edge < place.stop:
