@@ -276,3 +276,68 @@ def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
     assert 1.5 <= result.figures["seconds"] < 4
     further = resume(tmp_path / "run", Blobs(), seconds=0.5, progress=make_progress(quiet=True))
     assert further.figures["samples"] > result.figures["samples"]
+
+
+class Staged(Blobs):
+    """Its metrics are those of a list, one evaluation after another."""
+
+    def __init__(self, *metrics: dict[str, float]) -> None:
+        super().__init__()
+        self.metrics = list(metrics)
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "evaluations"),
+    [
+        ([{"error": e} for e in (0.5, 0.6, 0.4, 0.4, 0.5, 0.3)], 5),
+        ([{"loss": e, "error": 1 - e} for e in (0.9, 0.7, 0.6, 0.5)], 3),
+        ([{"accuracy": a} for a in (0.5, 0.6, 0.55, 0.5, 0.9)], 4),
+        ([{"error": e} for e in (float("nan"), 0.5, float("nan"), float("nan"), 0.1)], 4),
+    ],
+    ids=["error", "error-before-loss", "accuracy-rises", "nan"],
+)
+def test_a_run_ends_when_its_metric_has_not_got_better_for_so_many_evaluations(
+    metrics: list[dict[str, float]], evaluations: int, tmp_path: Path
+) -> None:
+    result = train_quietly(Staged(*metrics), Single(), Sim(1), tmp_path / "run", patience=2)
+    assert result.figures["reason"] == "no better for 2 evaluations"
+    assert len(result.history) == evaluations + 1  # and the last one, of the model it ended with
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["request"]["patience"] == 2
+
+
+def test_patience_of_the_task_counts_only_where_the_run_says_nothing_of_its_length(tmp_path: Path) -> None:
+    task = Staged({"error": 0.5})
+    task.patience = 3
+    assert train_quietly(task, Single(), Sim(1), tmp_path / "own").figures["reason"] == "no better for 3 evaluations"
+    goals: list[dict[str, Any]] = [{"epochs": 6}, {"steps": 300}, {"patience": 1}]
+    for i, goal in enumerate(goals):
+        reason = train_quietly(task, Single(), Sim(1), tmp_path / str(i), **goal).figures["reason"]
+        assert reason == ("no better for 1 evaluation" if "patience" in goal else "all steps made")
+
+
+def test_patience_is_resumed_and_counts_from_there_on(tmp_path: Path) -> None:
+    train_quietly(Staged({"error": 0.5}), Single(), Sim(1), tmp_path / "run", patience=2)
+    quiet = make_progress(quiet=True)
+    further = resume(tmp_path / "run", Staged({"error": 0.5}), progress=quiet)
+    assert further.figures["reason"] == "no better for 2 evaluations" and len(further.history) == 4
+
+
+def test_patience_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="at least 1 evaluation, not 0"):
+        train_quietly(Blobs(), Single(), Sim(1), tmp_path / "zero", patience=0)
+    for metrics in ({}, {"score": 1.0}):
+        with pytest.raises(UsageError, match="does not know what is better"):
+            train_quietly(Staged(metrics), Single(), Sim(1), tmp_path / f"{len(metrics)}", patience=2)
+
+
+class Talkative(Blobs):
+    def note(self) -> str:
+        return "eight rows were chosen"
+
+
+def test_what_a_task_notes_is_shown_and_kept_once(tmp_path: Path) -> None:
+    run(Talkative(), Server(), Sim(2), epochs=2, warmup=Server(sync="hard"), run_dir=tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("eight rows were chosen") == 1

@@ -109,11 +109,6 @@ class Watcher(Nobody):
         )
 
 
-def metric_of(metrics: dict[str, float]) -> str:
-    """The metric that cells are compared by: the error, or else the task's first."""
-    return "error" if "error" in metrics else next(iter(metrics))
-
-
 def gradient_seconds(plan: RunPlan, seconds: float = 0.0) -> float:
     """The median time of a gradient, on one thread as in the simulator; raises what is wrong with the task's loss."""
     threads = torch.get_num_threads()

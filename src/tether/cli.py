@@ -56,6 +56,9 @@ ModelBytesOption = Annotated[str | None, typer.Option(help="sim: price the model
 StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worker.")]
 SecondsOption = Annotated[float | None, typer.Option(help="End after so long; sim: virtual seconds.")]
 UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
+PatienceOption = Annotated[
+    int | None, typer.Option(help="End when the error, or else the first metric, is no better for so many evaluations.")
+]
 
 
 @app.command()
@@ -68,6 +71,7 @@ def train(
     steps: StepsOption = None,
     until: UntilOption = None,
     seconds: SecondsOption = None,
+    patience: PatienceOption = None,
     warmup: Annotated[str | None, typer.Option(help="Begin with this protocol.")] = None,
     warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
     set_: SetOption = None,
@@ -105,6 +109,7 @@ def train(
         steps=steps,
         until=until,
         seconds=seconds,
+        patience=patience,
         warmup=_protocol_class(warmup)() if warmup else None,
         warmup_epochs=warmup_epochs,
         seed=seed,
@@ -125,10 +130,14 @@ def resume_(
     steps: StepsOption = None,
     until: UntilOption = None,
     seconds: SecondsOption = None,
+    patience: PatienceOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
-    _show(resume(run_dir, workers=workers, epochs=epochs, steps=steps, until=until, seconds=seconds), as_json)
+    result = resume(
+        run_dir, workers=workers, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience
+    )
+    _show(result, as_json)
 
 
 @app.command()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tether.errors import TaskError, TetherError
 from tether.learner import build_model
 from tether.machine import Checkpoint, Evaluate, Row
-from tether.plan import RunPlan, Until
+from tether.plan import Patience, RunPlan, Until
 from tether.progress import Progress
 from tether.rundir import RunDirectory
 from tether.runtimes.base import Outcome
@@ -82,6 +82,7 @@ class Director:
         self._plan = plan
         self.directory = directory
         self._until = Until.parse(plan.until) if plan.until else None
+        self._patience = Patience(plan.patience) if plan.patience is not None else None
         self._progress = progress
         self._lock = threading.Lock()
         self.time_before = directory.last_time()  # of the part of the run that is continued
@@ -101,6 +102,8 @@ class Director:
         if self._evaluator is not None:
             count = len(self._plan.nodes)
             self._progress.note(f"starting {count} process{'es' if count > 1 else ''}")
+        if self._plan.schedule.first_step == 0 and (told := self._plan.task.note()):
+            self.note(told)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
@@ -193,6 +196,8 @@ class Director:
         self._progress.evaluation(metrics, now, effect.step)
         if self._until is not None and self._until.holds(metrics):
             self._stop = f"{self._until} reached"
+        elif self._patience is not None and self._patience.ends(metrics):
+            self._stop = str(self._patience)
 
     def _save(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         self.directory.save_checkpoint(

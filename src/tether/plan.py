@@ -55,6 +55,43 @@ class Until:
         return f"{self.metric}{self.relation}{self.value:g}"
 
 
+#: what a metric's name says of its direction
+FALLING, RISING = ("error", "loss"), ("accuracy",)
+
+
+def metric_of(metrics: dict[str, float]) -> str:
+    """The metric that says which model is better: the error, or else the task's first."""
+    return "error" if "error" in metrics else next(iter(metrics), "")
+
+
+class Patience:
+    """Ends a run whose metric has not got better for so many evaluations."""
+
+    def __init__(self, evaluations: int) -> None:
+        if evaluations < 1:
+            raise UsageError(f"patience must be at least 1 evaluation, not {evaluations}")
+        self.evaluations = evaluations
+        self._best = -math.inf
+        self._waited = 0
+
+    def ends(self, metrics: dict[str, float]) -> bool:
+        """Whether the metrics of the next evaluation end the run."""
+        metric = metric_of(metrics)
+        falls, rises = (any(word in metric.lower() for word in words) for words in (FALLING, RISING))
+        if not falls and not rises:
+            raise UsageError(
+                f"patience does not know what is better for the metric {metric or 'none'!r}: have evaluate() return "
+                "one called error, or first one whose name has error, loss or accuracy in it"
+            )
+        value = -metrics[metric] if falls else metrics[metric]
+        self._waited = 0 if value > self._best else self._waited + 1
+        self._best = max(self._best, value)
+        return self._waited >= self.evaluations
+
+    def __str__(self) -> str:
+        return f"no better for {self.evaluations} evaluation{'s' if self.evaluations > 1 else ''}"
+
+
 @dataclass(frozen=True)
 class Request:
     """Everything that decides what a run does; kept in the run directory so that it can be continued."""
@@ -72,6 +109,8 @@ class Request:
     warmup_epochs: float = 1.0
     #: end after so long at the latest
     seconds: float | None = None
+    #: end after so many evaluations without a better metric
+    patience: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds"):
@@ -84,13 +123,20 @@ class Request:
             Until.parse(self.until)
         if self.record and self.warmup is not None:
             raise UsageError("a run with a warm-up cannot be recorded: record the two parts as runs of their own")
+        if self.patience is not None:
+            Patience(self.patience)
         if self.seed < 0:
             raise UsageError(f"seed cannot be negative: {self.seed}")
+
+    @property
+    def has_goal(self) -> bool:
+        """Whether anything is said of how long the run goes."""
+        return any(goal is not None for goal in (self.epochs, self.steps, self.until, self.seconds, self.patience))
 
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         batch_size = task.batch_size
         steps_per_epoch = samples / (workers * batch_size)
-        usual = task.epochs if self.until is None and self.seconds is None else EPOCHS_MAX
+        usual = task.epochs if self.until is None and self.seconds is None and self.patience is None else EPOCHS_MAX
         epochs = self.epochs if self.epochs is not None else usual
         first_step = 0
         steps = self.steps if self.steps is not None else math.ceil(epochs * steps_per_epoch)
@@ -128,6 +174,8 @@ class RunPlan:
     until: str | None
     #: end after so long at the latest
     seconds: float | None
+    #: end after so many evaluations without a better metric
+    patience: int | None
     restored: Restored | None
     directory: RunDirectory | None = None
     _data: Any = field(default=None, repr=False)
@@ -155,6 +203,7 @@ class RunPlan:
             virtual=on.virtual,
             until=request.until,
             seconds=request.seconds,
+            patience=request.patience if request.has_goal else task.patience,
             restored=restored,
             _data=data,
         )

@@ -55,6 +55,7 @@ def run(
     steps: int | None = None,
     until: str | None = None,
     seconds: float | None = None,
+    patience: int | None = None,
     warmup: Options | None = None,
     warmup_epochs: float = 1.0,
     seed: int = 0,
@@ -74,6 +75,8 @@ def run(
         own number of epochs unless given.
     until: ends the run early, such as "error<0.05"; alone it allows at most 100 epochs.
     seconds: ends the run early, after so long (virtual seconds in the simulator); alone it allows at most 100 epochs.
+    patience: ends the run early, when its metric (the error, or else the first that the task has) has not got better
+        for so many evaluations; alone it allows at most 100 epochs. The model is that of the end, not the best seen.
     warmup, warmup_epochs: begin with so many epochs of another protocol, such as tether.Server(sync="hard").
     evaluate_every: epochs between two evaluations of the joint model.
     checkpoint_seconds: time between two checkpoints.
@@ -98,6 +101,7 @@ def run(
         _described(warmup) if warmup is not None else None,
         warmup_epochs,
         seconds,
+        patience,
     )
     on = on if on is not None else Local(protocol.workers_max or 2)
     phases = _phases(task, protocol, on, request, None)
@@ -114,13 +118,14 @@ def resume(
     steps: int | None = None,
     until: str | None = None,
     seconds: float | None = None,
+    patience: int | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Continue a run from its newest checkpoint.
 
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
-    epochs, steps, until, seconds: another goal than before; seconds count from now on.
+    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on.
     """
     directory = RunDirectory.open(Path(run_dir))
     config = directory.read_config()
@@ -130,8 +135,8 @@ def resume(
     _refuse_if_running(directory, config)
     task, protocol, on, request = _reopen(config, task, workers)
     request = replace(request, record=False)  # a record begins at the beginning
-    if any(goal is not None for goal in (epochs, steps, until, seconds)):
-        request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds)
+    if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
+        request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
     phases = _phases(task, protocol, on, request, restored)
     return _execute(phases, protocol, on, request, directory, progress, config["task"])
 
@@ -186,7 +191,7 @@ def _phases(
 
     def warm(restored: Restored | None) -> RunPlan:
         assert request.warmup is not None
-        goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None, seconds=None)
+        goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None, seconds=None, patience=None)
         return RunPlan.make(task, _protocol(request.warmup), on, goal, restored)
 
     if request.warmup is None:

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import UsageError
+from tether.plan import FALLING, RISING, metric_of
 
 if TYPE_CHECKING:
     from tether.report import RunRecord
-
-#: what a metric's name says of its direction; of other metrics their curves tell
-FALLING, RISING = ("error", "loss"), ("accuracy",)
 
 
 def speedup(
@@ -143,7 +141,7 @@ def fits(runs: Sequence[RunRecord]) -> list[Fit]:
         if not _alone(alone) or any(_kind(alone) == _kind(fit.alone) for fit in found):
             continue
         metrics = alone.evaluations[0]["metrics"] if alone.evaluations else {}
-        metric = "error" if "error" in metrics else next(iter(metrics), "")
+        metric = metric_of(metrics)
         others = [run for run in runs if not _alone(run) and _kind(run) == _kind(alone)]
         compared = [run for run in (alone, *others) if not _warmed(run) and _curve(run, metric)]
         curves = [_curve(run, metric) for run in compared]

@@ -32,6 +32,8 @@ class Task:
     batch_size: int = 32
     #: passes over the data, unless a run says otherwise
     epochs: float = 5
+    #: end after so many evaluations without a better metric, unless a run says how long it goes
+    patience: int | None = None
 
     @property
     def name(self) -> str:
@@ -65,6 +67,10 @@ class Task:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Metrics of the joint model, taken beside training; none by default."""
         return {}
+
+    def note(self) -> str:
+        """A line to show when a run begins, such as what the task has chosen by its data; none by default."""
+        return ""
 
     def _lacks(self, method: str, returns: str) -> TaskError:
         return TaskError(f"task {type(self).__name__} lacks the method {method}(): define it to return {returns}")

@@ -25,9 +25,9 @@ from rich.table import Table
 from torch.utils.data import Subset, TensorDataset
 
 from tether import settings as option_texts
-from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, metric_of, run_cell
+from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, run_cell
 from tether.errors import UsageError, missing_extra
-from tether.plan import Request, RunPlan
+from tether.plan import Request, RunPlan, metric_of
 from tether.protocols import Options, known
 from tether.runtimes.base import Runtime
 from tether.runtimes.sim import Sim
