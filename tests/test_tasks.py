@@ -29,6 +29,7 @@ from tether.tasks.cifar import Cifar
 from tether.tasks.classification import Classification
 from tether.tasks.digits import Digits, _samples
 from tether.tasks.fashion import Fashion
+from tether.tasks.text import Text
 from tether.vector import Vector
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -82,6 +83,12 @@ def write_text(path: Path) -> Path:
     return path
 
 
+def write_csv(path: Path) -> Path:
+    rows = [f"{word} {i},{word}\n" for i in range(6) for word in ("sun", "rain")]
+    path.write_text("text,label\n" + "".join(rows), encoding="utf-8")
+    return path
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     """Models this small gain nothing from threads, and tests run beside each other."""
@@ -105,6 +112,7 @@ def small(tmp_path: Path) -> dict[str, Classification]:
         "cifar resnet": Cifar(npz, batch_size=4, network="resnet"),
         "chars transformer": Chars(text, context=16, batch_size=4),
         "chars lstm": Chars(text, context=16, batch_size=4, network="lstm"),
+        "text": Text(write_csv(tmp_path / "t.csv"), batch_size=4),
     }
 
 
@@ -437,7 +445,7 @@ def test_chars_reads_tiny_shakespeare() -> None:
 
 
 def test_every_known_task_lists_its_options_with_type_default_and_purpose() -> None:
-    assert set(tasks.known()) == {"digits", "fashion", "cifar", "chars", "synthetic"}
+    assert set(tasks.known()) == {"digits", "fashion", "cifar", "chars", "text", "synthetic"}
     for cls in tasks.known().values():
         assert tasks.options(cls)
         if issubclass(cls, Classification):

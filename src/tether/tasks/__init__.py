@@ -23,13 +23,21 @@ from tether.tasks.chars import Chars
 from tether.tasks.cifar import Cifar
 from tether.tasks.digits import Digits
 from tether.tasks.fashion import Fashion
+from tether.tasks.text import Text
 
 __all__ = ["find", "known", "load", "options"]
 
 
 def known() -> dict[str, type[Task]]:
     """The built-in tasks by name."""
-    return {"digits": Digits, "fashion": Fashion, "cifar": Cifar, "chars": Chars, "synthetic": SyntheticTask}
+    return {
+        "digits": Digits,
+        "fashion": Fashion,
+        "cifar": Cifar,
+        "chars": Chars,
+        "text": Text,
+        "synthetic": SyntheticTask,
+    }
 
 
 def load(spec: str, *, data: Path | None = None, settings: dict[str, str] | None = None) -> Task:

@@ -1,0 +1,296 @@
+"""Text classification: a CSV of texts and their labels becomes a classifier."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tether.errors import UsageError
+from tether.tasks.classification import Classification
+from tether.tasks.networks import TextCnn
+
+#: a word or number, with what follows an apostrophe in it, or one sign
+_TOKEN = re.compile(r"\w+(?:'\w+)*|[^\w\s]")
+_PADDING, _UNKNOWN = 0, 1
+#: GaDei, table 3: fewer training rows than this, and the mini-batch size for them
+_BATCH_SIZES = ((10_000, 2), (100_000, 4), (math.inf, 32))
+#: the paper's learning rate, and one as careful for Adam, which is right about 90 % of TREC after 2 epochs where SGD is
+#: right about 78 % after 5
+_SGD_RATE, _ADAM_RATE = 0.01, 0.001
+#: epochs without a better error after which a run ends; as many as make so many samples, since an epoch of few rows
+#: changes little and few held-out rows tell little
+_PATIENCE, _PATIENCE_SAMPLES = 5, 5000
+
+
+class Text(Classification):
+    """Tell kinds of short texts apart, learned from a CSV of texts and labels.
+
+    What it takes to classify other texts are plain attributes, and travel with the task: `words` (each with its index),
+    `length` (of a text in words) and `labels` (by the model's answers). `encode` makes the model's input.
+
+    Mini-batch size and epochs are the careful ones of the GaDei paper, table 3, unless they are given; a run of which
+    nothing is said ends sooner, when the error on the held-out rows has stopped getting better.
+    """
+
+    options: ClassVar = Classification.options | {
+        "data": "a CSV in UTF-8 with a text and its label in each row",
+        "test": "a CSV of held-out rows; for x_train.csv it is x_test.csv, and without one a tenth of the rows",
+        "text_column": "name of the column with the texts; the first unless given",
+        "label_column": "name of the column with the labels; the second unless given",
+        "header": "the first line has the names of the columns",
+        "batch_size": "samples in a worker's mini-batch; by default 2 below 10,000 rows, 4 below 100,000, else 32",
+        "learning_rate": f"step size of the optimizer; by default {_ADAM_RATE}, or {_SGD_RATE} with momentum",
+        "vocabulary": "words known at most, the most frequent ones",
+        "length": "words of a text that are looked at; by default enough for 95 of 100 texts",
+        "embedding": "numbers that stand for a word",
+        "filters": "filters of each width",
+        "sparse": "gradients of the embedding hold only the words of the batch",
+    }
+    networks: ClassVar = {"cnn": TextCnn}
+    #: texts may be long
+    chunk: ClassVar = 100
+    epochs = 200
+
+    def __init__(
+        self,
+        data: str | Path | None = None,
+        test: str | Path | None = None,
+        text_column: str | None = None,
+        label_column: str | None = None,
+        header: bool = True,
+        batch_size: int | None = None,
+        learning_rate: float | None = None,
+        momentum: float | None = None,
+        vocabulary: int = 20_000,
+        length: int | None = None,
+        embedding: int = 100,
+        filters: int = 100,
+        sparse: bool = False,
+    ) -> None:
+        widest = max(TextCnn.widths)
+        for name, value, least in (
+            ("vocabulary", vocabulary, 1),
+            ("length", length, widest),
+            ("embedding", embedding, 1),
+            ("filters", filters, 1),
+        ):
+            if value is not None and value < least:
+                raise UsageError(f"{name} of task text is {value}; it must be at least {least}")
+        if not header and (text_column is not None or label_column is not None):
+            raise UsageError("without a header columns have no names: leave text_column and label_column out")
+        self._columns = (text_column, label_column) if header else None
+        self._path, self._test_path = _find(data), _find_test(data, test)
+        self.embedding = embedding
+        self.filters = filters
+        self.sparse = sparse
+        train, held_out = self._rows()
+        texts = [tokens(row.text) for row in train]
+        counts = Counter(word for text in texts for word in text)
+        kept = sorted(counts, key=lambda word: (-counts[word], word))[:vocabulary]
+        self.words = {word: index for index, word in enumerate(kept, _UNKNOWN + 1)}
+        self.length = length or max(widest, math.ceil(np.percentile([len(text) for text in texts], 95)))
+        self.labels = sorted({row.label for row in train})
+        self.patience = max(_PATIENCE, _PATIENCE_SAMPLES // len(train))
+        self._samples = self._encoded(train), self._encoded(held_out)
+        if batch_size is None:
+            batch_size = next(size for rows, size in _BATCH_SIZES if len(train) < rows)
+        if learning_rate is None:
+            learning_rate = _ADAM_RATE if momentum is None else _SGD_RATE
+        super().__init__(
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            momentum=momentum,
+            network="cnn",
+            data=self._path,
+        )
+
+    def note(self) -> str:
+        train, held_out = self._samples
+        source = self._test_path.name if self._test_path else "every tenth"
+        return (
+            f"{len(train)} rows with {len(self.labels)} labels, {len(held_out)} held out ({source}); {len(self.words)} "
+            f"words, {self.length} of a text; mini-batches of {self.batch_size}, learning rate {self.learning_rate:g}"
+        )
+
+    def encode(self, texts: Iterable[str]) -> Tensor:
+        """Texts as the model takes them."""
+        return encode(texts, self.words, self.length)
+
+    def model(self) -> nn.Module:
+        words = len(self.words) + _UNKNOWN + 1
+        return self.networks[self.network](words, len(self.labels), self.embedding, self.filters, self.sparse)
+
+    def train_data(self) -> TensorDataset:
+        return self._samples[0]
+
+    def test_data(self) -> TensorDataset:
+        return self._samples[1]
+
+    @cached_property
+    def _samples(self) -> tuple[TensorDataset, TensorDataset]:
+        """What to train on and what is held out. Set by the constructor; a copy in another process reads it again."""
+        train, held_out = self._rows()
+        return self._encoded(train), self._encoded(held_out)
+
+    def _encoded(self, rows: Sequence[_Row]) -> TensorDataset:
+        places = {label: place for place, label in enumerate(self.labels)}
+        return TensorDataset(self.encode(row.text for row in rows), torch.tensor([places[row.label] for row in rows]))
+
+    def _rows(self) -> tuple[list[_Row], list[_Row]]:
+        """The rows to train on and those held out, checked."""
+        rows = _read(self._path, self._columns)
+        labels = {row.label for row in rows}
+        if len(labels) < 2:
+            raise UsageError(f"{self._path}: all rows have the label {rows[0].label!r}; there must be two or more")
+        if self._test_path is None:
+            return _split(rows, self._path)
+        held_out = _read(self._test_path, self._columns)
+        for row in held_out:
+            if row.label not in labels:
+                raise UsageError(
+                    f"{self._test_path}, line {row.line}: no row of {self._path} has the label {row.label!r}: correct "
+                    "it, add rows to train on, or choose the column with label_column"
+                )
+        return rows, held_out
+
+
+def tokens(text: str) -> list[str]:
+    """The words and signs of a text, in lower case."""
+    return _TOKEN.findall(text.lower())
+
+
+def encode(texts: Iterable[str], words: Mapping[str, int], length: int) -> Tensor:
+    """Each text as the indices of its first `length` words; 1 stands for a word not known, 0 for none."""
+    found = [[words.get(word, _UNKNOWN) for word in tokens(text)[:length]] for text in texts]
+    encoded = np.full((len(found), length), _PADDING, np.int32)
+    for row, text in zip(encoded, found, strict=True):
+        row[: len(text)] = text
+    return torch.from_numpy(encoded)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+class _Row(NamedTuple):
+    text: str
+    label: str
+    line: int
+
+
+def _find(data: str | Path | None) -> Path:
+    if data is None:
+        raise UsageError("task text needs a CSV with a text and its label in each row: pass --data FILE.csv")
+    path = Path(data).expanduser().resolve()
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: pass --data FILE.csv")
+    return path
+
+
+def _find_test(data: str | Path | None, test: str | Path | None) -> Path | None:
+    """The file of held-out rows that is given, or else found beside the training rows."""
+    if test is not None:
+        return Path(test).expanduser().resolve()
+    path = _find(data)
+    beside = path.with_name(re.sub(r"train$", "test", path.stem) + path.suffix)
+    return beside if beside != path and beside.is_file() else None
+
+
+def _read(path: Path, columns: tuple[str | None, str | None] | None) -> list[_Row]:
+    """The rows of a CSV, by the names of its text and label columns; no `columns` for a file without a header."""
+    numbered = _numbered(path)
+    if not numbered:
+        raise UsageError(f"{path} is empty; expected a text and its label in each row")
+    first_line, first = numbered[0]
+    if len(first) < 2:
+        raise UsageError(f"{path} has only the column {first[0]!r}; expected text and label, separated by a comma")
+    text_place, label_place = 0, 1
+    if columns is not None:
+        del numbered[0]
+        text_place, label_place = _places(path, [name.strip() for name in first], columns)
+        if not numbered:
+            raise UsageError(f"{path} has no rows below its header; expected a text and its label in each row")
+    rows = []
+    for line, fields in numbered:
+        if len(fields) != len(first):
+            raise UsageError(
+                f"{path}, line {line} has {len(fields)} field{'' if len(fields) == 1 else 's'} and line {first_line} "
+                f'has {len(first)}: separate text and label by a comma, and put a text with commas into quotes (")'
+            )
+        row = _Row(fields[text_place].strip(), fields[label_place].strip(), line)
+        if not row.text or not row.label:
+            what = "text" if not row.text else "label"
+            raise UsageError(f"{path}, line {line} has an empty {what}: fill it in, or remove the line")
+        rows.append(row)
+    if columns is not None and columns[1] is None and any(row.label == first[label_place].strip() for row in rows):
+        raise UsageError(
+            f"{path}, line {first_line} should have the names of the columns, but {first[label_place]!r} is the label "
+            "of other lines too: if the file has no header, set header=false; if it has, set label_column"
+        )
+    return rows
+
+
+def _numbered(path: Path) -> list[tuple[int, list[str]]]:
+    """The fields of each row that is not blank, and the line it begins in."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        line = len((error.object[: error.start] + b".").splitlines())
+        raise UsageError(f"{path}, line {line} is not UTF-8: save the file in that encoding") from error
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    found = []
+    line = 1
+    try:
+        for fields in reader:
+            if any(field.strip() for field in fields):
+                found.append((line, fields))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UsageError(
+            f'{path}, line {line}: {error}; a field in quotes (") ends with one, and a quote within it is written twice'
+        ) from error
+    return found
+
+
+def _places(path: Path, header: list[str], columns: tuple[str | None, str | None]) -> tuple[int, int]:
+    """Which fields are text and label."""
+    have = f"{path} has the columns {', '.join(header)}"
+    places = []
+    for default, (option, name) in enumerate(zip(("text_column", "label_column"), columns, strict=True)):
+        if name is not None and name not in header:
+            raise UsageError(f"{have}, but no {name!r}: choose another {option}")
+        places.append(default if name is None else header.index(name))
+    if places[0] == places[1]:
+        raise UsageError(f"{have}; {header[places[0]]!r} is both text and label: set text_column and label_column")
+    return places[0], places[1]
+
+
+def _split(rows: list[_Row], path: Path) -> tuple[list[_Row], list[_Row]]:
+    """Every tenth row of every label is held out, always the same ones; one row of each label never is."""
+    labels = np.array([row.label for row in rows])
+    order = np.random.default_rng(0).permutation(len(rows))
+    order = order[np.argsort(labels[order], kind="stable")]
+    again = np.append(False, labels[order][1:] == labels[order][:-1])
+    held_out = set(order[again][::10].tolist())
+    if not held_out:
+        raise UsageError(
+            f"{path} has one row of each label, so none can be held out: add rows, choose "
+            "another label_column, or set test to a CSV of held-out rows"
+        )
+    return (
+        [row for i, row in enumerate(rows) if i not in held_out],
+        [row for i, row in enumerate(rows) if i in held_out],
+    )

@@ -1,0 +1,290 @@
+"""Task text: what it reads, how it encodes, what it chooses by itself, and what it refuses."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tether import Local, Sim, Single, tasks
+from tether.errors import UsageError
+from tether.learner import Learner, build_model
+from tether.tasks.networks import TextCnn
+from tether.tasks.text import Text, tokens
+from tether.testing import train_quietly
+from tether.vector import Vector
+
+SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+HOT = ["is it hot outside", "how warm is it", "will the heat last", "what is the temperature"]
+WET = ["will it rain", "is there snow on the road", "do i need an umbrella", "when does the storm come"]
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def weather(path: Path, times: int = 10) -> Path:
+    """Rows of two labels, eight different ones, each so many times."""
+    rows = [f"{text}?,{label}\n" for label, texts in (("hot", HOT), ("wet", WET)) for text in texts]
+    return write(path, "text,label\n" + "".join(rows) * times)
+
+
+def refusal(call: Any, *arguments: Any, **named: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        call(*arguments, **named)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=["LF", "CRLF", "CR"])
+@pytest.mark.parametrize("mark", ["", "\ufeff"], ids=["plain", "BOM"])
+def test_a_csv_is_read_with_quotes_blank_lines_and_any_line_ends(tmp_path: Path, end: str, mark: str) -> None:
+    lines = ["text,label", '"one, ""two""",a', "", "three , b", "four,a", "größer,b"]
+    path = tmp_path / "t.csv"
+    path.write_bytes((mark + end.join(lines)).encode())
+    task = Text(path, test=path)
+    assert task.labels == ["a", "b"]
+    assert task.words.keys() == {"one", ",", '"', "two", "three", "four", "größer"}
+    assert task.train_data().tensors[1].tolist() == [0, 1, 0, 1]
+
+
+def test_columns_are_the_first_two_or_those_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "text,coarse,fine\none,a,x\ntwo,b,y\nthree,a,z\n")
+    assert Text(path).labels == ["a", "b"]
+    assert Text(path, label_column="fine", test=path).labels == ["x", "y", "z"]
+    assert Text(path, text_column="fine", label_column="text", test=path).words.keys() == {"x", "y", "z"}
+
+
+def test_without_a_header_the_first_line_is_a_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.csv", "one,a\ntwo,b\nthree,a\nfour,b\n")
+    assert len(Text(path, header=False, test=path).train_data()) == 4
+    message = refusal(Text, path)
+    assert "t.csv, line 1" in message and "set header=false" in message
+
+
+def test_held_out_rows_are_found_beside_the_training_rows_or_given(tmp_path: Path) -> None:
+    train = weather(tmp_path / "x_train.csv")
+    assert len(Text(train).train_data()) + len(Text(train).test_data()) == 80
+    weather(tmp_path / "x_test.csv", times=2)
+    assert (len(Text(train).train_data()), len(Text(train).test_data())) == (80, 16)
+    other = weather(tmp_path / "other.csv", times=1)
+    assert len(Text(train, test=str(other)).test_data()) == 8
+
+
+def test_otherwise_a_tenth_of_every_label_is_held_out_and_always_the_same(tmp_path: Path) -> None:
+    rows = [f"w{i},{label}" for label, count in (("a", 200), ("b", 50), ("c", 1)) for i in range(count)]
+    path = write(tmp_path / "t.csv", "\n".join(["text,label", *rows]))
+    task = Text(path)
+    held_out = Counter(task.test_data().tensors[1].tolist())
+    assert held_out.keys() == {0, 1} and abs(held_out[0] - 20) <= 1 and abs(held_out[1] - 5) <= 1
+    assert set(task.train_data().tensors[1].tolist()) == {0, 1, 2}
+    assert torch.equal(Text(path).train_data().tensors[0], task.train_data().tensors[0])
+    seen = {f"w{i}" for i in range(200)} - task.words.keys()
+    assert seen, "the vocabulary knows words that only held-out rows have"
+
+
+HEAD = "text,label\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("", "is empty"),
+        (HEAD, "no rows below its header"),
+        ("text;label\none;a\n", "only the column 'text;label'"),
+        (HEAD + "one,a\ntwo\n", "line 3 has 1 field and line 1 has 2"),
+        (HEAD + "one,a\n\ntwo, three,b\n", "line 4 has 3 fields and line 1 has 2"),
+        (HEAD + '"one\nmore",a\n ,b\n', "line 4 has an empty text"),
+        (HEAD + "one,a\ntwo, \n", "line 3 has an empty label"),
+        (HEAD + "one,a\ntwo,a\n", "all rows have the label 'a'"),
+        (HEAD + "one,a\ntwo,b\n", "one row of each label"),
+        (HEAD + 'one,a\n"two,b\nthree,c\n', "line 3: unexpected end of data"),
+        (HEAD + 'one,a\n"two" more,b\n', "line 3: ',' expected"),
+        ("label,text\na,one\n", "no 'fine'"),
+    ],
+)
+def test_a_csv_that_cannot_be_trained_on_is_refused_with_file_and_line(
+    tmp_path: Path, content: str, complaint: str
+) -> None:
+    path = write(tmp_path / "t.csv", content)
+    message = refusal(Text, path, label_column="fine" if "fine" in complaint else None)
+    assert str(path) in message and complaint in message
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbftext,label\r\none,a\r\ncaf\xe9,b\r\n")
+    assert f"{path}, line 3 is not UTF-8" in refusal(Text, path)
+
+
+def test_a_test_label_that_training_lacks_is_refused_with_its_line(tmp_path: Path) -> None:
+    train = weather(tmp_path / "x_train.csv")
+    test = write(tmp_path / "x_test.csv", HEAD + "snow,wet\nsun,dry\n")
+    message = refusal(Text, train)
+    assert f"{test}, line 3" in message and "'dry'" in message and "label_column" in message
+
+
+def test_files_and_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    assert "--data FILE.csv" in refusal(tasks.load, "text")
+    assert "is a folder" in refusal(Text, tmp_path)
+    assert "cannot be read: No such file" in refusal(Text, tmp_path / "nowhere.csv")
+    path = weather(tmp_path / "t.csv")
+    assert "cannot be read: No such file" in refusal(Text, path, test="nowhere.csv")
+    assert "at least 5" in refusal(Text, path, length=4)
+    assert "at least 1" in refusal(Text, path, vocabulary=0)
+    assert "both text and label" in refusal(Text, path, text_column="label")
+    assert "have no names" in refusal(Text, path, header=False, label_column="label")
+
+
+# ---- words ----------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_lower_case_words_numbers_and_signs() -> None:
+    assert tokens("Don't pay £9.50!") == ["don't", "pay", "£", "9", ".", "50", "!"]
+    assert tokens("Ĝis-2,OK?  \t x_y 你好") == ["ĝis", "-", "2", ",", "ok", "?", "x_y", "你好"]
+    assert tokens(" \n") == []
+
+
+def test_words_are_counted_in_training_rows_only_and_ordered_by_frequency_then_alphabet(tmp_path: Path) -> None:
+    train = write(tmp_path / "x_train.csv", HEAD + "b a c a,x\nc d b a,y\n")
+    write(tmp_path / "x_test.csv", HEAD + "a unseen,x\n")
+    task = Text(train)
+    assert task.words == {"a": 2, "b": 3, "c": 4, "d": 5}
+    assert Text(train, vocabulary=2).words == {"a": 2, "b": 3}
+    assert task.test_data().tensors[0].tolist() == [[2, 1, 0, 0, 0]]
+
+
+def test_texts_are_cut_and_padded_to_the_length_that_suits_95_of_100(tmp_path: Path) -> None:
+    rows = [f"{'w ' * (7 if i < 96 else 50)},{i % 2}\n" for i in range(100)]
+    path = write(tmp_path / "t.csv", "text,label\n" + "".join(rows))
+    task = Text(path, test=path)
+    assert task.length == 7
+    assert task.encode(["w w", "", "W other " * 9]).tolist() == [
+        [2, 2, 0, 0, 0, 0, 0],
+        [0] * 7,
+        [2, 1, 2, 1, 2, 1, 2],
+    ]
+    assert Text(path, length=9).encode([]).shape == (0, 9)
+
+
+def test_a_pickled_task_classifies_without_its_file(tmp_path: Path) -> None:
+    path = weather(tmp_path / "t.csv")
+    task = Text(path)
+    samples = task.train_data().tensors
+    pickled = pickle.dumps(task)
+    assert len(pickled) < 2000
+    copy = pickle.loads(pickled)
+    assert all(torch.equal(a, b) for a, b in zip(copy.train_data().tensors, samples, strict=True))
+    path.unlink()
+    copy = pickle.loads(pickled)
+    scores = build_model(copy, 0)(copy.encode(["Will it rain?"]))
+    assert scores.shape == (1, len(copy.labels))
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+def test_gadei_figure_2_filters_of_three_widths_and_the_largest_answer_of_each() -> None:
+    torch.manual_seed(0)
+    model = TextCnn(words=20, classes=3, embedding=6, filters=4).eval()
+    text = torch.randint(1, 20, (2, 9))
+    embedded = model.embedding(text).transpose(1, 2)
+    pooled = []
+    for width, layer in zip((3, 4, 5), model.filters, strict=True):
+        assert isinstance(layer, nn.Linear)
+        kernel = layer.weight.view(4, width, 6).transpose(1, 2)
+        pooled.append(functional.conv1d(embedded, kernel, layer.bias).relu().amax(2))
+    torch.testing.assert_close(model(text), model.output(torch.cat(pooled, 1)))
+
+
+def test_padding_is_zero_and_stays_zero(tmp_path: Path) -> None:
+    task = Text(weather(tmp_path / "t.csv"), embedding=4, filters=3)
+    texts, labels = task.train_data().tensors
+    assert int((texts == 0).sum()) > 0
+    learner = Learner(task, iter([[texts, labels]] * 5), node="worker-0", seed=0)
+    for _ in range(5):
+        learner.compute(False)
+        learner.step(None, 1.0)
+    assert float(learner.weights[:4].abs().max()) == 0
+    assert float(learner.weights[4:8].abs().max()) > 0
+
+
+def test_sparse_gradients_of_the_embedding_equal_dense_ones_in_the_vector() -> None:
+    text, labels = torch.tensor([[2, 3, 2, 5, 0], [7, 1, 4, 2, 6]], dtype=torch.int32), torch.tensor([0, 1])
+    gradients = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = TextCnn(9, 2, 4, 3, sparse).eval()
+        assert model.embedding.sparse is sparse
+        vector = Vector(model)
+        for _ in range(2):  # the second must not add to the first
+            vector.gradient.zero_()
+            functional.cross_entropy(model(text), labels).backward()
+            gradient = vector.gather_gradient().clone()
+        gradients.append(gradient)
+    assert torch.equal(*gradients) and float(gradients[0].abs().max()) > 0
+
+
+# ---- what it chooses ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "size"), [(9_999, 2), (10_000, 4), (100_000, 32)])
+def test_gadei_table_3_the_mini_batch_follows_the_number_of_training_rows(tmp_path: Path, rows: int, size: int) -> None:
+    test = write(tmp_path / "x_test.csv", HEAD + "w,0\n")
+    train = write(tmp_path / "x_train.csv", HEAD + "".join(f"w,{i % 2}\n" for i in range(rows)))
+    assert (task := Text(train)).batch_size == size
+    assert f"{rows} rows" in task.note() and test.name in task.note() and f"mini-batches of {size}" in task.note()
+
+
+def test_patience_is_longer_for_fewer_rows(tmp_path: Path) -> None:
+    assert Text(weather(tmp_path / "few.csv")).patience == 5000 // 72
+    assert Text(weather(tmp_path / "many.csv", times=200)).patience == 5
+
+
+def test_given_settings_win_over_chosen_ones(tmp_path: Path) -> None:
+    path = weather(tmp_path / "t.csv")
+    given = Text(path, batch_size=7, learning_rate=0.5)
+    assert (given.batch_size, given.learning_rate) == (7, 0.5)
+    assert Text(path).learning_rate == 0.001 and Text(path, momentum=0.0).learning_rate == 0.01
+    loaded = tasks.load("text", data=path, settings={"batch_size": "3", "sparse": "yes", "length": "6"})
+    assert isinstance(loaded, Text) and (loaded.batch_size, loaded.sparse, loaded.length) == (3, True, 6)
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_settings_learns_and_ends_by_itself_and_classifies_new_texts(tmp_path: Path) -> None:
+    task = Text(weather(tmp_path / "t.csv"))
+    task.patience = 20
+    result = train_quietly(task, Single(), Sim(1), tmp_path / "run")
+    assert result.figures["reason"] == "no better for 20 evaluations"
+    assert result.metrics["error"] == 0
+    assert task.note() in (tmp_path / "run" / "metrics.jsonl").read_text()
+    scores = result.model.eval()(task.encode(["Rain or snow on the road?", "How hot will it be"]))
+    assert [task.labels[i] for i in scores.argmax(1)] == ["wet", "hot"]
+
+
+def test_workers_in_processes_of_their_own_read_the_rows_again(tmp_path: Path) -> None:
+    task = Text(weather(tmp_path / "t.csv"))
+    result = train_quietly(task, Single(), Local(1), tmp_path / "run", epochs=3)
+    assert result.figures["reason"] == "all steps made" and result.metrics["error"] < 0.5
+
+
+@pytest.mark.skipif(not (SHARED / "trec_train.csv").exists(), reason=f"{SHARED / 'trec_train.csv'} is not there")
+def test_trec_is_read_and_half_an_epoch_beats_guessing(tmp_path: Path) -> None:
+    task = Text(SHARED / "trec_train.csv", batch_size=32)
+    assert task.labels == ["ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"]
+    assert (len(task.train_data()), len(task.test_data())) == (5452, 500)
+    result = train_quietly(task, Single(), Sim(1), tmp_path / "run", epochs=0.5)
+    assert result.metrics["error"] < 0.6  # the most frequent label alone has 0.72
