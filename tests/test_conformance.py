@@ -12,6 +12,7 @@ from tether.machine import Message
 from tether.protocols import Options, grid, known, mpca
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
+from tether.protocols.inline import Halt, Tally
 from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
 from tether.testing import Blobs, check_messages, check_protocol, check_runtime, largest_difference, train_quietly
 
@@ -28,6 +29,9 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Push((Mark("worker-0", 2, 3), Mark("worker-1", 1, 0)), torch.ones(2), torch.zeros(0), 16, None),
         Push((Mark("worker-0", 2, 3),), torch.ones(2), torch.zeros(2), 16, 3),
         Got(3),
+        Tally(3, 48),
+        Tally(0, 0, last=True),
+        Halt(),
     ],
     Averaging: [Joint(1, 5, torch.arange(3.0)), Effort(None, 0.1), Effort(0.2, 0.1)],
     Elastic: [

@@ -10,15 +10,16 @@ import copy
 import inspect
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tether.errors import Diverged, TaskError, UsageError
+from tether.rows import rows_of
 from tether.task import SyntheticTask, Task, describe_error
-from tether.vector import Empty, Vector
+from tether.vector import Empty, Shared, Vector
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
 ELEMENTWISE = {
@@ -31,11 +32,20 @@ _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.opt
 class Learner:
     """Computes gradients, steps and holds the vector that values are installed into."""
 
-    def __init__(self, task: Task, batches: Iterator[Any], *, node: str, seed: int, empty: Empty = torch.empty) -> None:
+    def __init__(
+        self,
+        task: Task,
+        batches: Iterator[Any],
+        *,
+        node: str,
+        seed: int,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+    ) -> None:
         self.task = task
         self.node = node
         self.model = build_model(task, seed)
-        self.vector = Vector(self.model, empty)
+        self.vector = Vector(self.model, empty, shared)
         self.weights = self.vector.weights
         self.parameter_count = self.vector.parameter_count
         self.optimizer = task.optimizer(self.model)
@@ -50,7 +60,16 @@ class Learner:
                 f"{type(self.optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
                 "exchange: use an optimizer such as torch.optim.SGD or Adam"
             )
-        self.flat = flatten(self.optimizer, self.vector)
+        self._rows = rows_of(self.model, self.vector, self.optimizer)
+        self.flat = flatten(self.optimizer, self.vector, [(part.start, part.stop) for part in self._rows])
+        #: each embedding with its run of the vector and its group of the optimizer
+        self._row_runs = [
+            (part, run, group)
+            for part in self._rows
+            for group in self.optimizer.param_groups
+            for run in group["params"]
+            if isinstance(run, _FlatRun) and run.start == part.start
+        ]
         self.scheduler = task.scheduler(self.optimizer)
         self._batches = batches
         self._steps = 0
@@ -61,7 +80,7 @@ class Learner:
         if fresh:
             self.vector.renew_gradient()
         else:
-            self.vector.gradient.zero_()
+            self._zero_gradient()
         try:
             began = time.perf_counter()
             batch = next(self._batches)
@@ -83,7 +102,10 @@ class Learner:
         if not math.isfinite(value):
             remedy = "lower the learning rate, clip gradients or check the data"
             raise self._error(f"the loss became {value}", remedy, Diverged)
-        return self.vector.gather_gradient(), value, self.task.batch_size
+        gradient = self.vector.gather_gradient()
+        for part in self._rows:
+            part.gather()
+        return gradient, value, self.task.batch_size
 
     def step(self, gradient: Tensor | None, rate: float) -> None:
         if gradient is not None and gradient is not self.vector.gradient:
@@ -94,6 +116,10 @@ class Learner:
                     "torch.optim.SGD or Adam"
                 )
             self.load_gradient(gradient)
+        for part, run, group in self._row_runs:
+            run.done = part.touched is not None
+            if run.done:
+                part.step(self.optimizer, group, run, rate)
         if rate == 1.0:
             self.optimizer.step()
         else:
@@ -108,6 +134,17 @@ class Learner:
 
     def load_gradient(self, gradient: Tensor) -> None:
         self.vector.gradient.copy_(gradient)
+        for part in self._rows:
+            part.touched = None
+
+    def _zero_gradient(self) -> None:
+        """All of it, but of embeddings only the rows that were touched."""
+        end = 0
+        for part in self._rows:
+            self.vector.gradient[end : part.start].zero_()
+            part.zero()
+            end = part.stop
+        self.vector.gradient[end:].zero_()
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(
@@ -129,9 +166,18 @@ class Learner:
 class SyntheticLearner:
     """Slides down the bowl of a `SyntheticTask` by plain gradient descent."""
 
-    def __init__(self, task: SyntheticTask, *, index: int, seed: int, empty: Empty = torch.empty) -> None:
+    def __init__(
+        self,
+        task: SyntheticTask,
+        *,
+        index: int,
+        seed: int,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+    ) -> None:
         self.task = task
-        self.weights = torch.ones(task.parameters)
+        values = torch.ones(task.parameters)
+        self.weights = values if shared is None else shared.vector(values)
         self.parameter_count = task.parameters
         self.load_seconds = 0.0
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
@@ -169,10 +215,11 @@ def build_model(task: Task, seed: int) -> nn.Module:
     return model
 
 
-def flatten(optimizer: torch.optim.Optimizer, vector: Vector) -> bool:
+def flatten(optimizer: torch.optim.Optimizer, vector: Vector, apart: Iterable[tuple[int, int]] = ()) -> bool:
     """Make an optimizer work on whole runs of the flat vector instead of on one parameter after another.
 
-    The optimizer keeps its class, groups and settings. False, and nothing changed, for one that is not elementwise.
+    The optimizer keeps its class, groups and settings; `apart` are parameters that stay runs of their own. False, and
+    nothing changed, for an optimizer that is not elementwise.
     """
     if type(optimizer) not in ELEMENTWISE:
         return False
@@ -186,8 +233,9 @@ def flatten(optimizer: torch.optim.Optimizer, vector: Vector) -> bool:
                 "the optimizer holds a parameter that is not the model's: make it part of what model() returns"
             )
         runs: list[list[int]] = []
+        edges = {edge for part in apart for edge in part}
         for start, stop in sorted(places[id(p)] for p in group["params"] if id(p) in places):
-            if runs and runs[-1][1] == start:
+            if runs and runs[-1][1] == start and start not in edges:
                 runs[-1][1] = stop
             else:
                 runs.append([start, stop])
@@ -199,25 +247,28 @@ def flatten(optimizer: torch.optim.Optimizer, vector: Vector) -> bool:
 
 
 class _FlatRun(nn.Parameter):
-    """A run of the vector as an optimizer sees it: its gradient is always the vector's current one."""
+    """A run of the vector as an optimizer sees it: its gradient is always the vector's current one, or none if done."""
 
     _vector: Vector
-    _start: int
+    start: int
     _stop: int
+    #: its step has been made already
+    done: bool
 
     @staticmethod
     def of(vector: Vector, start: int, stop: int) -> _FlatRun:
         run = _FlatRun(vector.weights[start:stop])
-        run._vector, run._start, run._stop = vector, start, stop
+        run._vector, run.start, run._stop, run.done = vector, start, stop, False
         return run
 
     @property
-    def grad(self) -> Tensor:
-        return self._vector.gradient[self._start : self._stop]
+    def grad(self) -> Tensor | None:
+        return None if self.done else self._vector.gradient[self.start : self._stop]
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.grad.zero_() if value is None else self.grad.copy_(value)
+        gradient = self._vector.gradient[self.start : self._stop]
+        gradient.zero_() if value is None else gradient.copy_(value)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

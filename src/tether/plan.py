@@ -19,7 +19,7 @@ from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
 from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
-from tether.vector import Empty
+from tether.vector import Empty, Shared
 
 #: a run that only has a target or a time ends after so many epochs
 EPOCHS_MAX = 100
@@ -177,6 +177,8 @@ class RunPlan:
     #: end after so many evaluations without a better metric
     patience: int | None
     restored: Restored | None
+    #: what was left to be chosen by the machine
+    chosen: str = ""
     directory: RunDirectory | None = None
     _data: Any = field(default=None, repr=False)
 
@@ -184,6 +186,7 @@ class RunPlan:
     def make(task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None) -> RunPlan:
         """Check the task as far as that is possible without training it."""
         check_is_task(task)
+        asked, protocol = protocol, protocol.settled(on.workers, on.processors)
         if protocol.workers_max is not None and on.workers > protocol.workers_max:
             raise UsageError(
                 f"protocol {protocol.name!r} uses {protocol.workers_max} worker, not {on.workers}: "
@@ -205,8 +208,11 @@ class RunPlan:
             seconds=request.seconds,
             patience=request.patience if request.has_goal else task.patience,
             restored=restored,
+            chosen=f"chosen: {protocol}" if protocol != asked else "",
             _data=data,
         )
+        if plan.shares and plan.record:
+            raise UsageError("nodes that share one vector cannot be recorded: each would see the others' changes")
         joint = next(node for node in plan.nodes if plan.joint in ("", node.name))
         _, replica = plan.build(joint)
         if protocol.steps_at_hub and isinstance(replica, Learner) and not replica.flat:
@@ -216,6 +222,10 @@ class RunPlan:
             )
         plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
         return plan
+
+    @property
+    def shares(self) -> bool:
+        return self.protocol.shares
 
     @property
     def joint(self) -> str:
@@ -241,14 +251,15 @@ class RunPlan:
     def workers(self) -> int:
         return sum(node.computes for node in self.nodes)
 
-    def build(self, node: Node, empty: Empty = torch.empty) -> tuple[Machine, Replica]:
+    def build(self, node: Node, empty: Empty = torch.empty, shared: Shared | None = None) -> tuple[Machine, Replica]:
         replica: Replica
         if isinstance(self.task, SyntheticTask):
-            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty)
+            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty, shared=shared)
         else:
-            replica = Learner(self.task, self._batches(node), node=node.name, seed=self.seed, empty=empty)
+            batches = self._batches(node)
+            replica = Learner(self.task, batches, node=node.name, seed=self.seed, empty=empty, shared=shared)
         restored = self.restored
-        if restored is not None:
+        if restored is not None and (shared is None or shared.first):
             if replica.weights.shape != restored.weights.shape:
                 raise UsageError(
                     f"the checkpoint holds {restored.weights.numel()} values and the model {replica.weights.numel()}: "

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +21,23 @@ from tether.errors import TaskError
 Empty = Callable[..., Tensor]
 
 
+@dataclass(frozen=True)
+class Shared:
+    """The bytes of a vector that several nodes have in common; whoever is `first` gives them their values."""
+
+    memory: Tensor
+    first: bool = False
+
+    def vector(self, values: Tensor) -> Tensor:
+        """The part of the memory that takes these values, or has taken them already."""
+        taken = self.memory[: values.numel() * values.element_size()].view(values.dtype)
+        return taken.copy_(values) if self.first else taken
+
+
 class Vector:
     """A module's parameters and buffers, flat. Changing `weights` changes the module and the other way round."""
 
-    def __init__(self, module: nn.Module, empty: Empty = torch.empty) -> None:
+    def __init__(self, module: nn.Module, empty: Empty = torch.empty, shared: Shared | None = None) -> None:
         """`empty` makes the buffers for gradients."""
         named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         if not named:
@@ -38,7 +52,8 @@ class Vector:
         buffers = [getattr(part, name) for part, name in places]
         sizes = [p.numel() for p in self.parameters]
         self.parameter_count = sum(sizes)
-        self.weights: Tensor = torch.cat([t.detach().reshape(-1) for t in [*self.parameters, *buffers]])
+        values = torch.cat([t.detach().reshape(-1) for t in [*self.parameters, *buffers]])
+        self.weights: Tensor = values if shared is None else shared.vector(values)
         self.positions: list[int] = []
         position = 0
         for tensor in [*self.parameters, *buffers]:

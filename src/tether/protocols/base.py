@@ -47,6 +47,15 @@ class Options:
         return (cls(),)
 
     @property
+    def shares(self) -> bool:
+        """All nodes have one and the same vector, which takes a machine with shared memory."""
+        return False
+
+    def settled(self, workers: int, processors: int | None) -> Options:
+        """With what is left to be chosen by the machine chosen; `processors` is None where each node has its own."""
+        return self
+
+    @property
     def pool_threads(self) -> int:
         """How many threads a node of its own process may use for what is marked loose."""
         return 1
@@ -97,9 +106,12 @@ class Pace:
         self, gradients: int, workers: int, samples: int, now: float, state: dict[str, Any] | None = None
     ) -> list[Effect]:
         """For protocols without rounds: so many gradients, a step being as many as there are workers."""
-        self._gradients += gradients
-        steps, self._gradients = divmod(self._gradients, workers)
-        return self.advance(steps, samples, now, state)
+        return self.advance(self.whole_steps(gradients, workers), samples, now, state)
+
+    def whole_steps(self, gradients: int, workers: int) -> int:
+        """Steps of so many workers that further gradients make; what is left over is kept for the next."""
+        steps, self._gradients = divmod(self._gradients + gradients, workers)
+        return steps
 
     def finish(self, reason: str, state: dict[str, Any] | None = None) -> list[Effect]:
         """End the run with the joint model as it is."""

@@ -18,6 +18,9 @@ so all weights carry one clock. With overlap (Rudra-adv*) the hub sends its weig
 when all have the last; a learner computes while its push is under way, has one push under way at most, and never
 merges two.
 
+Where (GaDei): the hub steps with what is pushed, or, on one machine, each learner steps by itself on weights that all
+share, and nothing is pushed (`tether.protocols.inline`).
+
 Downpour: a learner pushes the sum of `push_every` gradients, pulls every `pull_every` steps and steps by itself
 meanwhile.
 
@@ -71,6 +74,7 @@ from tether.machine import (
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.inline import Halt, InlineHub, InlineLearner, Tally
 
 #: a downcast waits for the last one to arrive everywhere, but not for longer than so many gradients of each learner:
 #: a learner that stands still must not freeze the weights of all
@@ -147,10 +151,15 @@ class Server(Options):
     reference_batch: int | None = option(None, "B: the batch size the learning rate was chosen for; none: lambda*mu")
     push_every: int = option(1, "Downpour: steps between two pushes")
     pull_every: int = option(1, "Downpour: steps between two pulls; the learner steps by itself meanwhile")
+    apply: Literal["server", "inline", "auto"] = option(
+        "server",
+        "async, on one machine: the hub steps (server), or each learner does, on weights that all share (inline); "
+        "auto: inline unless a processor is left for the hub",
+    )
 
     name = "server"
     summary = "parameter server: the hub steps with the learners' gradients (Rudra, Downpour)"
-    messages = (Pull, Weights, Current, Refused, Push, Got)
+    messages = (Pull, Weights, Current, Refused, Push, Got, Tally, Halt)
     steps_at_hub = True
 
     def __post_init__(self) -> None:
@@ -170,6 +179,31 @@ class Server(Options):
                 "without overlap, which sends each gradient on its own"
             )
 
+        self._check_apply()
+
+    def _check_apply(self) -> None:
+        if self.apply == "server":
+            return
+        plain = {"sync": "async", "topology": "star", "overlap": False, "push_every": 1, "pull_every": 1}
+        for name, value in plain.items():
+            if getattr(self, name) != value:
+                raise UsageError(f"apply={self.apply!r} needs {name}={value!r}, not {getattr(self, name)!r}")
+        if self.apply == "inline" and self.compress != "none":
+            raise UsageError(f"with apply='inline' nothing is sent that compress={self.compress!r} could make smaller")
+        if self.apply == "inline" and self.rate not in ("auto", "none", "1/n"):
+            raise UsageError(f"rate={self.rate!r} goes by what the hub knows of each gradient: use apply='server'")
+
+    @property
+    def shares(self) -> bool:
+        return self.apply == "inline"
+
+    def settled(self, workers: int, processors: int | None) -> Options:
+        if self.apply != "auto":
+            return self
+        crowded = processors is not None and processors <= workers
+        able = self.compress == "none" and self.rate in ("auto", "none", "1/n")
+        return replace(self, apply="inline" if crowded and able else "server")
+
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
         combinations = [
@@ -178,7 +212,7 @@ class Server(Options):
             for topology in ("star", "tree")
             for overlap in (False, True)
         ]
-        return *combinations, cls(sync="async", push_every=2, pull_every=3)
+        return *combinations, cls(sync="async", push_every=2, pull_every=3), cls(sync="async", apply="inline")
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         if self.n > workers:
@@ -189,6 +223,9 @@ class Server(Options):
         return Node("hub", "hub"), *_tree(learners, self.fan_out)
 
     def machine(self, seat: Seat) -> Machine:
+        if self.shares:
+            rate = 1 / len(seat.workers) if self.rate == "1/n" else 1.0
+            return InlineHub(seat) if seat.node.role == "hub" else InlineLearner(seat, rate)
         match seat.node.role:
             case "hub":
                 return ServerHub(seat, self)

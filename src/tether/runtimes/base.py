@@ -11,7 +11,7 @@ from torch import Tensor
 from tether.machine import Checkpoint, Evaluate, Machine, Message, Node, Replica, Row
 from tether.runtimes.interpreter import Recorder
 from tether.trace import Meter, Span
-from tether.vector import Empty
+from tether.vector import Empty, Shared
 
 
 class Plan(Protocol):
@@ -49,8 +49,16 @@ class Plan(Protocol):
         """How many threads a node of its own process may use for loose work."""
         ...
 
-    def build(self, node: Node, empty: Empty = torch.empty) -> tuple[Machine, Replica]:
-        """The machine and the replica of one node; `empty` makes the tensors that it may send."""
+    @property
+    def shares(self) -> bool:
+        """All nodes have one and the same vector."""
+        ...
+
+    def build(self, node: Node, empty: Empty = torch.empty, shared: Shared | None = None) -> tuple[Machine, Replica]:
+        """The machine and the replica of one node.
+
+        `empty` makes the tensors that it may send; its vector is `shared`, if there is such a thing.
+        """
         ...
 
     def log(self, name: str) -> IO[bytes] | None:
@@ -120,6 +128,11 @@ class Runtime(Protocol):
     @property
     def virtual(self) -> bool:
         """Time is virtual: it stands still while something else is done."""
+        ...
+
+    @property
+    def processors(self) -> int | None:
+        """How many processors all nodes share; None where each has its own."""
         ...
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:

@@ -7,6 +7,7 @@ in what they report. Protocol messages go straight from process to process.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import signal
 import sys
@@ -25,7 +26,8 @@ from tether.runtimes import control
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.launch import Nursery
 from tether.runtimes.link import Inbox, Outbox
-from tether.runtimes.process import DRIVER, TOLD, Birth, birth_certificate
+from tether.runtimes.memory import create
+from tether.runtimes.process import DRIVER, SHARED, TOLD, Birth, birth_certificate
 from tether.wire import unpack_tree
 
 #: how long processes are given to end by themselves
@@ -44,6 +46,10 @@ class Local:
 
     name = "local"
     virtual = False
+
+    @property
+    def processors(self) -> int:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def __post_init__(self) -> None:
         if self.workers < 1 or self.threads < 1:
@@ -68,6 +74,8 @@ class Driver:
         self._plan = plan
         self._observer = observer
         self._directory = Path(tempfile.mkdtemp(prefix="tether-"))
+        #: the vector of all nodes, if they have one; it outlives each of them
+        self._shared = create(self._directory, SHARED, plan.vector_bytes) if plan.shares else None
         self._context: zmq.Context[Any] = zmq.Context()
         self._inbox = Inbox(self._context, self._directory, DRIVER, control.FROM_NODE)
         self._outbox = Outbox(self._context, self._directory, DRIVER)

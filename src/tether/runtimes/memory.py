@@ -59,7 +59,7 @@ class Memory:
     """A node's own region: room for the tensors that it will send, and what it has lent of them."""
 
     def __init__(self, directory: Path, name: str, *, size: int | None = None) -> None:
-        self._region = _create(directory, name, size or os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
+        self._region = create(directory, name, size or os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
         self._bytes = np.frombuffer(self._region, np.uint8)
         self._address = self._bytes.ctypes.data
         self._lock = threading.Lock()
@@ -173,7 +173,7 @@ class PeerMemory:
     def borrow(self, owner: str, loan: Loan) -> memoryview:
         """A view of what was lent; the loan is returned when nothing refers to the view any more."""
         if owner not in self._regions:
-            self._regions[owner] = _map(self._directory, owner)
+            self._regions[owner] = attach(self._directory, owner)
         region = self._regions[owner]
         number, start, length = loan.number, loan.start, loan.length
         if not (0 <= number < LOANS_MAX <= start and 0 < length <= len(region) - start):
@@ -192,7 +192,8 @@ def _give_back(region: mmap.mmap, number: int, borrower: int) -> None:
         region[number] = 0
 
 
-def _create(directory: Path, name: str, size: int) -> mmap.mmap:
+def create(directory: Path, name: str, size: int) -> mmap.mmap:
+    """A region that others can attach as long as this process lives, and have for as long as they like."""
     if not hasattr(os, "memfd_create"):  # a region without room: all tensors travel in messages
         return mmap.mmap(-1, LOANS_MAX)
     descriptor = os.memfd_create(_title(directory, name), os.MFD_CLOEXEC)
@@ -201,7 +202,7 @@ def _create(directory: Path, name: str, size: int) -> mmap.mmap:
     return mmap.mmap(descriptor, size)
 
 
-def _map(directory: Path, owner: str) -> mmap.mmap:
+def attach(directory: Path, owner: str) -> mmap.mmap:
     """The region of a peer. One that has died and was never mapped before is lost."""
     try:
         descriptor = os.open(directory / f"{owner}.memory", os.O_RDWR | os.O_CLOEXEC)

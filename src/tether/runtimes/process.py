@@ -50,13 +50,16 @@ from tether.runtimes.base import Plan
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.link import Inbox, Outbox
-from tether.runtimes.memory import Memory
+from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool
 from tether.trace import Tracer
+from tether.vector import Shared
 from tether.wire import pack_tree
 
 #: the name under which the driver of a run receives
 DRIVER = "driver"
+#: the name of the memory of a vector that all nodes share
+SHARED = "shared"
 #: exit status of a process that has told the driver about its error
 TOLD = 3
 REPORT_SECONDS = 0.25
@@ -98,7 +101,12 @@ class NodeProcess:
         self._link_seconds = 0.0
         self._timers: list[tuple[float, str, int]] = []
         self._settings: dict[str, int] = {}
-        machine, replica = birth.plan.build(birth.node, self._memory.empty)
+        shared = None
+        if birth.plan.shares:
+            # nobody computes before all are there, so it is early enough if the joint node gives the values
+            region = torch.frombuffer(attach(birth.directory, SHARED), dtype=torch.uint8)
+            shared = Shared(region, first=birth.node.name == birth.plan.joint)
+        machine, replica = birth.plan.build(birth.node, self._memory.empty, shared)
         recorder = birth.plan.recorder(birth.node, replica)
         # a record tells of the weights at every event, so nothing may change them in between
         self._pool = Pool(birth.plan.pool_threads, self._lock, self._fail) if recorder is None else None

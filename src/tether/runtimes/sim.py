@@ -49,7 +49,7 @@ from tether.runtimes.collectives import Down, Up
 from tether.runtimes.faults import Fault, Faults
 from tether.runtimes.interpreter import Interpreter, T, message_bytes
 from tether.trace import Tracer
-from tether.vector import raw_bytes
+from tether.vector import Shared, raw_bytes
 
 #: what a message weighs besides its tensors
 HEADER_BYTES = 200
@@ -105,6 +105,7 @@ class Sim:
 
     name = "sim"
     virtual = True
+    processors = None
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -212,7 +213,9 @@ class _Place:
         self.slow_factor = 1.0
         self.rng = np.random.default_rng((simulation.plan.seed, zlib.crc32(node.name.encode())))
         self.timers: dict[str, int] = {}
-        machine, replica = simulation.plan.build(node)
+        machine, replica = simulation.plan.build(node, shared=simulation.shared)
+        if simulation.plan.shares:
+            simulation.shared = Shared(replica.weights.view(torch.uint8))
         self.interpreter = Interpreter(
             node.name,
             machine,
@@ -316,6 +319,8 @@ class Simulation:
         self.reason: str | None = None
         #: who ended the run
         self.finisher = ""
+        #: the vector of all nodes, if they have one
+        self.shared: Shared | None = None
         model_bytes = settings.model_bytes
         self.bytes_scale = 1.0 if model_bytes is None else units.byte_count(model_bytes) / plan.vector_bytes
         self._bandwidth = units.bytes_per_second(settings.link)

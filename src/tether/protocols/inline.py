@@ -1,0 +1,158 @@
+"""Learners that step themselves, on one vector that all share: `apply="inline"` of protocol server.
+
+Where learners share a machine the weights need not travel at all. Every learner takes gradients at the shared vector as
+it is at that moment and steps on it in place, without a lock (Hogwild): where two steps meet at one element, one of
+them may be lost there. Each has an optimizer of its own, with its own momentum. The hub computes nothing. It counts
+what the learners tell it every now and then, and has the vector evaluated and saved.
+
+The end: when enough steps are told the hub tells the learners to halt, and finishes once each has told its last steps
+or died, so nothing changes the final model any more. A learner that stands still is not waited for longer than a while.
+
+A learner that dies has left every step in the vector that it made, and at most half of one more. One that comes finds
+the weights there.
+
+Invariants: nobody steps after it has halted; the hub counts no step of anybody who has told its last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tether.errors import InvariantBroken
+from tether.machine import (
+    CancelTimer,
+    Compute,
+    Effect,
+    Event,
+    GradientReady,
+    Message,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Record,
+    Seat,
+    Send,
+    SetTimer,
+    Started,
+    Step,
+    StopRequested,
+    TimerFired,
+)
+from tether.protocols.base import Pace
+
+#: a learner tells what it has done so often
+TELL_SECONDS = 0.05
+#: how long the last word of a learner is waited for
+HALT_SECONDS = 5.0
+
+
+class Tally(Message, frozen=True):
+    """Learner to hub: the steps it has made since it last told; `last` if it has halted."""
+
+    steps: int
+    samples: int
+    last: bool = False
+
+
+class Halt(Message, frozen=True):
+    """Hub to learner: enough."""
+
+
+class InlineLearner:
+    """Steps on the shared vector."""
+
+    def __init__(self, seat: Seat, rate: float) -> None:
+        self.seat = seat
+        self.rate = rate
+        self.halted = False
+        self._steps = 0
+        self._samples = 0
+        self._told_at = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.halted:
+            return []
+        match event:
+            case Started():
+                self._told_at = now
+                return [Compute()]
+            case GradientReady(samples=samples):
+                self._steps += 1
+                self._samples += samples
+                tell = self._tell(now) if now - self._told_at >= TELL_SECONDS else []
+                return [Step(rate=self.rate), *tell, Compute()]
+            case Received(message=Halt()):
+                self.halted = True
+                return self._tell(now)
+        return []
+
+    def _tell(self, now: float) -> list[Effect]:
+        tally = Tally(self._steps, self._samples, self.halted)
+        self._steps, self._samples, self._told_at = 0, 0, now
+        return [Send("hub", tally)]
+
+    def check(self) -> None:
+        if self.halted and self._steps:
+            raise InvariantBroken(f"{self.seat.node.name} has halted and not told of {self._steps} steps")
+
+
+class InlineHub:
+    """Counts, and ends the run."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.pace = Pace(seat.schedule)
+        self.running: set[str] = set()
+        #: why the run is ending
+        self.ending = ""
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        if self.pace.over:
+            return []
+        match event:
+            case Started(members=members):
+                self.running = {worker for worker in self.seat.workers if worker in members}
+            case PeerJoined(peer=peer, role="worker"):
+                self.running.add(peer)
+                return [Send(peer, Halt())] if self.ending else []
+            case PeerLost(peer=peer):
+                return self._without(peer)
+            case Received(sender=sender, message=Tally() as tally):
+                return self._count(sender, tally, now)
+            case StopRequested(reason=reason) if not self.ending:
+                return self._halt(reason)
+            case TimerFired(name="halt"):
+                return self.pace.finish(self.ending)
+        return []
+
+    def _count(self, sender: str, tally: Tally, now: float) -> list[Effect]:
+        workers = max(1, len(self.running))
+        row: dict[str, Any] = {"learner": sender, "steps": tally.steps, "workers": workers}
+        effects: list[Effect] = [Record(row)] if tally.steps else []
+        steps = self.pace.whole_steps(tally.steps, workers)
+        if self.ending:
+            self.pace.step = min(self.pace.schedule.steps, self.pace.step + steps)
+            self.pace.samples += tally.samples
+        elif steps >= self.pace.steps_left:
+            self.pace.step = self.pace.schedule.steps
+            self.pace.samples += tally.samples
+            effects += self._halt("all steps made")
+        else:
+            effects += self.pace.advance(steps, tally.samples, now)
+        return effects + (self._without(sender) if tally.last else [])
+
+    def _halt(self, reason: str) -> list[Effect]:
+        self.ending = reason
+        if not self.running:
+            return self.pace.finish(reason)
+        return [*(Send(worker, Halt()) for worker in sorted(self.running)), SetTimer("halt", HALT_SECONDS)]
+
+    def _without(self, peer: str) -> list[Effect]:
+        self.running.discard(peer)
+        if self.ending and not self.running:
+            return [CancelTimer("halt"), *self.pace.finish(self.ending)]
+        return []
+
+    def check(self) -> None:
+        if self.pace.over and not self.ending:
+            raise InvariantBroken("the run is over without a reason")

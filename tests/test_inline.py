@@ -1,0 +1,215 @@
+"""Learners that step on one shared vector: counting, halting, deaths, and real processes that share memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from test_local import Assassin, nothing_is_left
+from tether import Faults, Local, Server, Sim, StepTime
+from tether.errors import UsageError
+from tether.machine import (
+    CancelTimer,
+    Checkpoint,
+    Compute,
+    Effect,
+    Evaluate,
+    Event,
+    Finish,
+    GradientReady,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Schedule,
+    Seat,
+    Send,
+    SetTimer,
+    Started,
+    Step,
+    StopRequested,
+    TimerFired,
+)
+from tether.plan import Request, RunPlan
+from tether.progress import make_progress
+from tether.protocols.inline import HALT_SECONDS, TELL_SECONDS, Halt, InlineHub, InlineLearner, Tally
+from tether.run import resume, run
+from tether.swarm import Nobody
+from tether.task import SyntheticTask
+from tether.testing import Blobs, train_quietly
+
+INLINE = Server(sync="async", apply="inline")
+ENDS = [Evaluate, Checkpoint, Finish]
+
+
+def machine(name: str, workers: int = 2, steps: int = 100) -> Any:
+    nodes = INLINE.nodes(workers)
+    place = next(node for node in nodes if node.name == name)
+    built = INLINE.machine(Seat(place, nodes, torch.zeros(3), 3, Schedule(steps=steps, evaluate_every=10)))
+    play(built, Started(tuple(node.name for node in nodes)))
+    return built
+
+
+def play(built: Any, event: Event, now: float = 0.0) -> list[Effect]:
+    effects: list[Effect] = built.handle(event, now)
+    built.check()
+    return effects
+
+
+def kinds(effects: list[Effect]) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+def ready() -> GradientReady:
+    return GradientReady(torch.zeros(3), 1.0, 16, 0.01)
+
+
+def test_a_learner_steps_on_and_tells_every_now_and_then() -> None:
+    learner: InlineLearner = machine("worker-0")
+    assert kinds(play(learner, ready(), 0.01)) == [Step, Compute]
+    assert kinds(play(learner, ready(), 0.02)) == [Step, Compute]
+    told = play(learner, ready(), TELL_SECONDS)
+    assert told[1] == Send("hub", Tally(3, 48)), "after the step"
+    assert kinds(play(learner, ready(), TELL_SECONDS + 0.01)) == [Step, Compute]
+
+
+def test_who_halts_tells_the_rest_and_never_steps_again() -> None:
+    learner: InlineLearner = machine("worker-0")
+    play(learner, ready(), 0.01)
+    assert play(learner, Received("hub", Halt()), 0.02) == [Send("hub", Tally(1, 16, last=True))]
+    assert play(learner, ready(), 0.03) == [], "the gradient under way is let go"
+
+
+def test_the_hub_counts_and_finishes_when_all_have_halted() -> None:
+    hub: InlineHub = machine("hub", steps=20)
+    assert Evaluate(10, 320) in play(hub, Received("worker-0", Tally(20, 320)))
+    effects = play(hub, Received("worker-1", Tally(20, 320)))
+    assert [e for e in effects if isinstance(e, Send)] == [Send("worker-0", Halt()), Send("worker-1", Halt())]
+    assert SetTimer("halt", HALT_SECONDS) in effects and not hub.pace.over
+    assert not {Finish} & set(kinds(play(hub, Received("worker-0", Tally(2, 32, last=True)))))
+    effects = play(hub, Received("worker-1", Tally(0, 0, last=True)))
+    assert [kind for kind in kinds(effects) if kind is not CancelTimer] == ENDS
+    assert Evaluate(20, 672, final=True) in effects, "what was done after enough was told is in the samples"
+
+
+def test_neither_a_dead_nor_a_paused_learner_holds_the_end_up() -> None:
+    hub: InlineHub = machine("hub", workers=3)
+    play(hub, StopRequested("enough"))
+    assert play(hub, StopRequested("again")) == []
+    assert play(hub, Received("worker-0", Tally(1, 16, last=True)))[1:] == []
+    assert play(hub, PeerLost("worker-1")) == []
+    assert kinds(play(hub, TimerFired("halt"))) == ENDS
+    alone: InlineHub = machine("hub", workers=1)
+    play(alone, PeerLost("worker-0"))
+    assert kinds(play(alone, StopRequested("enough"))) == ENDS
+
+
+def test_who_comes_counts_and_when_the_end_has_begun_halts() -> None:
+    hub: InlineHub = machine("hub", workers=1, steps=10)
+    assert play(hub, PeerJoined("worker-1", "worker")) == []
+    play(hub, Received("worker-1", Tally(4, 64)))
+    assert hub.pace.step == 2, "of two learners now"
+    play(hub, StopRequested("enough"))
+    assert play(hub, PeerJoined("worker-2", "worker")) == [Send("worker-2", Halt())]
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_in_the_simulator_all_nodes_have_one_vector() -> None:
+    """Steps of one learner are in the other's next gradient, and the sum of all steps is in the model."""
+    sim = Sim(workers=4, step_seconds=StepTime(0.1, spread=0.3))
+    plan = RunPlan.make(SyntheticTask(noise=0.0, rate=0.1), INLINE, sim, Request(steps=30, trace=False), None)
+    outcome = sim.execute(plan, Nobody())
+    assert outcome.reason == "all steps made"
+    assert float(outcome.weights.abs().max()) < 0.9**70, "four times the progress of one, but for staleness"
+    made = sum(meter.samples for meter in outcome.meters.values())
+    assert made >= 120 and outcome.meters["hub"].steps == 0
+
+
+@pytest.mark.parametrize("rate", ["none", "1/n"])
+def test_rates(rate: Any) -> None:
+    sim = Sim(workers=4)
+    plan = RunPlan.make(
+        SyntheticTask(noise=0.0, rate=0.1),
+        replace(INLINE, rate=rate),
+        sim,
+        Request(steps=10, trace=False),
+        None,
+    )
+    left = float(sim.execute(plan, Nobody()).weights.abs().max())
+    assert (left > 0.9**15) is (rate == "1/n")
+
+
+def test_a_learner_may_die_and_another_come() -> None:
+    faults = Faults().crash("worker-1", at=0.5).restart("worker-2", at=0.7, seconds=0.3)
+    sim = Sim(workers=3, faults=faults, detect_seconds=0.05)
+    plan = RunPlan.make(SyntheticTask(), INLINE, sim, Request(steps=40, trace=False), None)
+    outcome = sim.execute(plan, Nobody())
+    assert outcome.reason == "all steps made" and outcome.meters["worker-2~2"].steps > 10
+
+
+class Twice(Blobs):
+    """Has a large parameter, so that the vector is more than a page."""
+
+    def model(self) -> torch.nn.Module:
+        model = super().model()
+        model.register_parameter("ballast", torch.nn.Parameter(torch.zeros(100_000)))
+        return model
+
+    def loss(self, model: Any, batch: Any) -> Tensor:
+        return super().loss(model, batch) + 0.0 * model.ballast[0]
+
+
+def test_processes_share_one_vector_and_nothing_is_left(tmp_path: Path) -> None:
+    result = train_quietly(Twice(), INLINE, Local(2), tmp_path / "run", steps=400)
+    assert result.figures["steps"] == 400 and result.metrics["error"] < 0.1
+    assert result.figures["bytes_sent"] == 0, "no weights and no gradients travel"
+    assert result.figures["samples"] >= 2 * 400 * 16
+    assert nothing_is_left() and not list(Path("/dev/shm").glob("*tether*"))
+    further = resume(tmp_path / "run", Twice(), workers=3, steps=500, progress=make_progress(quiet=True))
+    assert further.figures["steps"] == 500 and further.metrics["error"] < 0.1
+
+
+def test_a_killed_learner_costs_its_share_and_its_steps_are_kept(tmp_path: Path) -> None:
+    assassin = Assassin(["worker-1"], steps=50)
+    result = run(Blobs(), INLINE, Local(2), steps=4000, run_dir=tmp_path / "run", progress=assassin)
+    assert result.figures["steps"] == 4000 and result.metrics["error"] < 0.1
+    assert any("worker-1 was killed" in text for _, text in assassin.notes)
+
+
+def test_auto_goes_by_the_processors_that_are_left_and_says_so(tmp_path: Path) -> None:
+    auto = Server(sync="async", apply="auto")
+    assert auto.settled(2, 2) == replace(auto, apply="inline")
+    assert auto.settled(2, 3) == replace(auto, apply="server")
+    assert auto.settled(2, None) == replace(auto, apply="server")
+    assert replace(auto, compress="int8").settled(2, 2) == replace(auto, apply="server", compress="int8")
+    assert INLINE.settled(1, 64) == INLINE
+    train_quietly(Blobs(), auto, Sim(workers=2), tmp_path / "run", steps=5)
+    assert "chosen: Server(sync='async')" in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"sync": "hard"}, "apply='inline' needs sync='async', not 'hard'"),
+        ({"topology": "tree"}, "needs topology='star'"),
+        ({"overlap": True}, "needs overlap=False"),
+        ({"push_every": 2}, "needs push_every=1"),
+        ({"compress": "int8"}, "nothing is sent that compress='int8'"),
+        ({"rate": "gradient"}, "rate='gradient' goes by what the hub knows"),
+        ({"apply": "there"}, "apply"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_reason(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        Server(**{"sync": "async", "apply": "inline", **options})
+
+
+def test_a_run_with_one_vector_cannot_be_recorded(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="share one vector cannot be recorded"):
+        train_quietly(Blobs(), INLINE, Sim(workers=2), tmp_path / "run", steps=5, record=True)

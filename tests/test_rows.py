@@ -1,0 +1,194 @@
+"""Embeddings whose gradients are the touched rows: equal to dense ones where that is promised, otherwise lazy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tether.learner import Learner
+from tether.task import Task
+
+WORDS = 12
+
+
+class Sentences(Task):
+    """Sums of word vectors against a target; `also` uses the embedding a second time, as a layer."""
+
+    def __init__(self, make: Any, sparse: bool = False, also: bool = False, tied: bool = False) -> None:
+        self.make = make
+        self.sparse = sparse
+        self.also = also
+        self.tied = tied
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.before = nn.Linear(3, 2)
+        model.words = nn.Embedding(WORDS, 3, padding_idx=0, sparse=self.sparse)
+        model.after = nn.Linear(3, WORDS, bias=False)
+        if self.tied:
+            model.after.weight = model.words.weight
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = self.make(model.parameters())
+        return made
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        seen = model.words(batch).sum(1)
+        scores = model.after(seen) + (seen @ model.words.weight.T if self.also else 0.0)
+        return scores.square().mean() + (model.before(seen) - 1).square().mean()
+
+
+def batches(seed: int = 3) -> Iterator[Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(0, 6, (2, 4), generator=noise)  # with padding and words twice; 6 to 11 never occur
+
+
+def learner(task: Task, by_rows: bool = True) -> Learner:
+    made = Learner(task, batches(), node="worker-0", seed=5)
+    if not by_rows:
+        made._rows, made._row_runs = [], []
+    return made
+
+
+def trained(task: Task, by_rows: bool = True, steps: int = 20, rate: float = 1.0) -> Learner:
+    made = learner(task, by_rows)
+    for _ in range(steps):
+        made.compute(False)
+        made.step(None, rate)
+    return made
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_plain_sgd_by_rows_is_the_dense_result(sparse: bool, rate: float) -> None:
+    rows, dense = trained(Sentences(sgd, sparse), rate=rate), trained(Sentences(sgd), by_rows=False, rate=rate)
+    assert len(rows._row_runs) == 1
+    torch.testing.assert_close(rows.weights, dense.weights, rtol=1e-6, atol=1e-7)
+    assert not torch.equal(rows.weights, learner(Sentences(sgd)).weights)
+
+
+def test_a_gradient_is_that_of_a_dense_embedding_and_only_touched_rows_are_looked_at() -> None:
+    rows, dense = learner(Sentences(sgd)), learner(Sentences(sgd), by_rows=False)
+    for _ in range(5):
+        torch.testing.assert_close(rows.compute(False)[0], dense.compute(False)[0])
+        part = rows._rows[0]
+        assert part.touched is not None and set(part.touched.tolist()) <= set(range(6))
+        rows.vector.gradient[part.start + 6 * 3 : part.stop] = 7.0  # of words that no batch has
+        before = rows.weights.clone()
+        rows.step(None, 1.0)
+        dense.step(None, 1.0)
+        assert torch.equal(rows.weights[part.start + 18 : part.stop], before[part.start + 18 : part.stop])
+        rows.vector.gradient[part.start + 18 : part.stop] = 0.0
+    torch.testing.assert_close(rows.weights, dense.weights)
+
+
+def test_momentum_of_a_row_rests_until_it_is_touched() -> None:
+    made = learner(Sentences(momentum, sparse=True))
+    part = made._rows[0]
+    expected = made.weights[part.start : part.stop].view(WORDS, 3).clone()
+    moments = torch.zeros(WORDS, 3)
+    for _ in range(15):
+        gradient = made.compute(False)[0][part.start : part.stop].view(WORDS, 3).clone()
+        assert part.touched is not None
+        for row in part.touched.tolist():
+            moments[row] = 0.9 * moments[row] + gradient[row]
+            expected[row] -= 0.05 * moments[row]
+        made.step(None, 1.0)
+    torch.testing.assert_close(made.weights[part.start : part.stop].view(WORDS, 3), expected)
+
+
+def test_adam_of_rows_is_that_of_torch_for_sparse_gradients() -> None:
+    made = learner(Sentences(adam, sparse=True))
+    part = made._rows[0]
+    other = nn.Embedding(WORDS, 3, sparse=True)
+    other.weight.data.copy_(made.weights[part.start : part.stop].view(WORDS, 3))
+    theirs = torch.optim.SparseAdam(other.parameters(), lr=0.01)
+    for _ in range(15):
+        gradient = made.compute(False)[0][part.start : part.stop].view(WORDS, 3)
+        assert part.touched is not None
+        other.weight.grad = torch.sparse_coo_tensor(
+            part.touched[None], gradient[part.touched], (WORDS, 3), check_invariants=True
+        )
+        theirs.step()
+        made.step(None, 1.0)
+        torch.testing.assert_close(
+            made.weights[part.start : part.stop].view(WORDS, 3), other.weight.data, atol=1e-5, rtol=0
+        )
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adam])
+def test_a_weight_that_is_also_used_otherwise_is_stepped_as_a_whole(make: Any) -> None:
+    rows, dense = trained(Sentences(make, sparse=True, also=True)), trained(Sentences(make, also=True), by_rows=False)
+    assert rows._rows and rows._rows[0].touched is None
+    torch.testing.assert_close(rows.weights, dense.weights)
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adam])
+def test_a_gradient_from_elsewhere_touches_all_rows(make: Any) -> None:
+    rows, dense = learner(Sentences(make, sparse=True)), learner(Sentences(make, sparse=True), by_rows=False)
+    noise = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        rows.compute(False)
+        gradient = torch.randn(rows.parameter_count, generator=noise)
+        rows.step(gradient, 1.0)
+        dense.step(gradient, 1.0)
+    torch.testing.assert_close(rows.weights, dense.weights)
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Sentences(momentum),
+        Sentences(adam),
+        Sentences(sgd, tied=True),
+        Sentences(lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.01), sparse=True),
+        Sentences(lambda parameters: torch.optim.RMSprop(parameters, lr=0.01), sparse=True),
+    ],
+)
+def test_what_would_make_a_difference_stays_dense(task: Task) -> None:
+    made = trained(task, steps=3)
+    assert made._rows == []
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adam])
+def test_the_optimizer_goes_on_where_it_was(make: Any) -> None:
+    whole = trained(Sentences(make, sparse=True), steps=20)
+    half = trained(Sentences(make, sparse=True), steps=10)
+    other = learner(Sentences(make, sparse=True))
+    for _ in range(10):
+        other.compute(False)  # the same batches
+    other.weights.copy_(half.weights)
+    other.restore(half.state())
+    for _ in range(10):
+        other.compute(False)
+        other.step(None, 1.0)
+    torch.testing.assert_close(other.weights, whole.weights)
+
+
+def test_a_fresh_buffer_begins_with_zeros() -> None:
+    made = learner(Sentences(sgd))
+    first = made.compute(True)[0]
+    kept = first.clone()
+    second = made.compute(True)[0]
+    assert torch.equal(first, kept) and second.data_ptr() != first.data_ptr()
+    again = learner(Sentences(sgd), by_rows=False)
+    again.compute(False)
+    torch.testing.assert_close(second, again.compute(False)[0])
