@@ -110,7 +110,7 @@ def _throughput(count: int) -> dict[str, Any]:
     return {
         "what": f"{count} nodes in {dimensions} dimensions",
         "share": made / outcome.seconds / (count / STEP_SECONDS),
-        "MB_per_round": sent / each / dimensions / 1e6,
+        "MB_per_round": sent / (each + 1) / dimensions / 1e6,  # the final mean is one more
         "round_seconds": statistics.median(rounds.seconds),
     }
 
