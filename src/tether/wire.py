@@ -42,7 +42,10 @@ class Codec:
         """The message's frames. Its tensors must not change until the frames are gone."""
         frames: list[Frame] = [b""]
         self._frames = frames
-        frames[0] = self._encoder.encode(message)
+        try:
+            frames[0] = self._encoder.encode(message)
+        finally:
+            self._frames = ()
         return frames
 
     def decode(self, frames: Sequence[Frame]) -> Any:

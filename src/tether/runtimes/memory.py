@@ -31,7 +31,7 @@ from torch import Tensor
 from tether.errors import WireError
 
 #: a smaller tensor travels in the message: that costs less than a loan
-SHARED_BYTES_MIN = 32 * 1024
+SHARED_BYTES_MIN = 64 * 1024
 #: how many loans may be out at a time; the region begins with a byte for each
 LOANS_MAX = 4096
 
@@ -123,8 +123,10 @@ class Memory:
 
     @property
     def used_bytes(self) -> int:
-        """How much of the region has been used so far."""
-        return self._end - LOANS_MAX
+        """How much of the region is held or lent."""
+        with self._lock:
+            self._sweep()
+            return self._end - LOANS_MAX - sum(size * len(blocks) for size, blocks in self._free.items())
 
     def _take(self, length: int) -> _Block | None:
         """A block for the node itself. Sizes are powers of two, whose last pages are never touched."""
