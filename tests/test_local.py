@@ -13,13 +13,15 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
-from tether import Averaging, Elastic, Local, RunError, Server, TaskError, UsageError, resume, run
+from tether import Averaging, Elastic, Local, Mpca, RunError, Server, Sim, TaskError, UsageError, resume, run
 from tether.machine import Message
 from tether.progress import Progress, make_progress
+from tether.protocols import Options
 from tether.runtimes import control
 from tether.runtimes.link import Outbox
-from tether.testing import Blobs, train_quietly
+from tether.testing import Blobs, largest_difference, train_quietly
 from tether.trace import Meter
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
@@ -38,6 +40,12 @@ def descendants(pid: int) -> dict[str, int]:
             found[name] = int(entry.name)
             found.update(descendants(int(entry.name)))
     return found
+
+
+def mapped(pid: int, what: str) -> set[str]:
+    """The files with this in their names that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if what in line}
 
 
 class Assassin(Progress):
@@ -84,6 +92,43 @@ def test_hardsync_goes_on_without_a_killed_learner(tmp_path: Path) -> None:
     result = run(Blobs(), Server(), Local(2), steps=3000, run_dir=tmp_path / "run", progress=assassin)
     assert result.figures["steps"] == 3000
     assert set(result.figures["staleness"]["histogram"]) == {"0"}
+
+
+class Wide(Blobs):
+    """Large enough that its tensors are lent."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 8000), nn.BatchNorm1d(8000), nn.ReLU(), nn.Linear(8000, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Server(),
+        Server(sync="async", overlap=True),
+        Averaging(tau=2),
+        Averaging(tau=2, compress="fp16"),
+        Elastic(tau=2),
+        Mpca(),
+    ],
+    ids=str,
+)
+def test_with_shared_memory_the_others_go_on_when_one_is_killed_and_nothing_is_left(
+    options: Options, tmp_path: Path
+) -> None:
+    assassin = Assassin(["worker-1"], steps=5)
+    result = run(Wide(), options, Local(3), steps=300, run_dir=tmp_path / "run", progress=assassin)
+    assert result.figures["steps"] >= 300
+    assert result.metrics["error"] < 0.1
+    assert assassin.killed_at and nothing_is_left()
+    assert not mapped(os.getpid(), "/memfd:tether-")
+
+
+def test_hardsync_of_a_large_model_equals_the_simulated(tmp_path: Path) -> None:
+    real, simulated = (
+        train_quietly(Wide(), Server(), on, tmp_path / on.name, steps=20) for on in (Local(2), Sim(workers=2))
+    )
+    assert largest_difference(real.model, simulated.model) < 1e-5
 
 
 def test_a_killed_hub_ends_the_run_with_its_name_and_the_run_resumes_with_other_workers(tmp_path: Path) -> None:
@@ -159,6 +204,8 @@ def test_an_interrupted_run_ends_within_3_seconds_and_leaves_nothing(number: sig
 def test_after_kill_9_of_the_driver_no_process_is_left_and_the_run_resumes(tmp_path: Path) -> None:
     process = tether_train(tmp_path, ["--workers", "2", "--checkpoint-seconds", "0.1"])
     nodes = descendants(process.pid)
+    for name in ("hub", "worker-0", "worker-1"):
+        assert mapped(nodes[name], "/memfd:tether-") and not mapped(nodes[name], "/dev/shm")
     sockets = {path for path in Path("/tmp").glob("tether-*")}
     while not list((tmp_path / "run" / "checkpoints").glob("at-*")):
         time.sleep(0.05)

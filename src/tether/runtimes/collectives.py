@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
+from tether.vector import Empty
 
 #: the most members that form two chains instead of a binary tree
 CHAINS_MAX = 17
@@ -147,13 +148,15 @@ class Collectives:
         bytes_scale: float = 1.0,
         parameter_count: int = 0,
         length: int = 0,
+        empty: Empty = torch.empty,
     ) -> None:
-        """`length` is that of the whole vector, whose buffers begin at `parameter_count`."""
+        """`length` is that of the whole vector, whose buffers begin at `parameter_count`; `empty` makes what to send."""
         self.node = node
         self._send = send
         self._bytes_scale = bytes_scale
         self._parameter_count = parameter_count
         self._length = length
+        self._empty = empty
         self._dead: set[str] = set()
         self._reductions: dict[str, _Reduction] = {}
         self._broadcasts: dict[str, _Incoming] = {}
@@ -176,7 +179,10 @@ class Collectives:
         reduction = self._reductions.setdefault(effect.tag, _Reduction(effect.members))
         reduction.contributed = True
         if effect.values is not None:
-            values = effect.values if effect.weight == 1.0 else effect.values * effect.weight
+            values = effect.values
+            if effect.weight != 1.0:
+                scaled = self._empty(len(values), dtype=values.dtype, device=values.device)
+                values = torch.mul(values, effect.weight, out=scaled)
             pieces = self._cut(values)
             for part, piece in zip(reduction.open(len(pieces)), pieces, strict=True):
                 part.add(piece, effect.weight, {self.node: effect.steps})

@@ -139,7 +139,7 @@ class Interpreter:
         self.finished = False
         self._empty = empty
         self._collectives = Collectives(
-            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights)
+            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty
         )
         self._recorder = recorder
         self._checked = checked
