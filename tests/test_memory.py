@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -119,6 +120,18 @@ def test_when_the_region_is_full_tensors_are_ordinary_and_nothing_is_lent(tmp_pa
     assert torch.equal(full(memory, 2.0), torch.full((COUNT,), 2.0))
     assert memory.lend("peer", raw_bytes(torch.ones(COUNT))) is None
     assert memory.lend("peer", raw_bytes(kept)) is not None
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["addresses", "files"])
+def test_where_the_system_sets_limits_nothing_is_lent(limit: int, tmp_path: Path) -> None:
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (2**36, before[1]))
+    try:
+        memory = Memory(tmp_path, "owner", size=2**37)
+    finally:
+        resource.setrlimit(limit, before)
+    assert torch.equal(full(memory, 2.0), torch.full((COUNT,), 2.0))
+    assert memory.lend("peer", raw_bytes(torch.ones(COUNT))) is None
 
 
 def test_when_no_more_loans_can_be_made_nothing_is_lent_until_one_is_returned(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ class Collectives:
         length: int = 0,
         empty: Empty = torch.empty,
     ) -> None:
-        """`length` is that of the whole vector, whose buffers begin at `parameter_count`; `empty` makes what to send."""
+        """`length` is that of the vector, whose buffers begin at `parameter_count`; `empty` makes tensors to send."""
         self.node = node
         self._send = send
         self._bytes_scale = bytes_scale

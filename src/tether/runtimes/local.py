@@ -7,6 +7,7 @@ in what they report. Protocol messages go straight from process to process.
 from __future__ import annotations
 
 import math
+import mmap
 import os
 import shutil
 import signal
@@ -75,7 +76,7 @@ class Driver:
         self._observer = observer
         self._directory = Path(tempfile.mkdtemp(prefix="tether-"))
         #: the vector of all nodes, if they have one; it outlives each of them
-        self._shared = create(self._directory, SHARED, plan.vector_bytes) if plan.shares else None
+        self._shared = self._share() if plan.shares else None
         self._context: zmq.Context[Any] = zmq.Context()
         self._inbox = Inbox(self._context, self._directory, DRIVER, control.FROM_NODE)
         self._outbox = Outbox(self._context, self._directory, DRIVER)
@@ -93,6 +94,12 @@ class Driver:
         self._meters: dict[str, Any] = {}
         self._spans: dict[str, Any] = {}
         self._stopping = False
+
+    def _share(self) -> mmap.mmap:
+        try:
+            return create(self._directory, SHARED, self._plan.vector_bytes)
+        except OSError as error:
+            raise RunError(f"processes cannot share memory here ({error}): use apply='server'") from error
 
     def run(self) -> Outcome:
         for node in self._plan.nodes:

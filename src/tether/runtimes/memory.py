@@ -18,9 +18,11 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
+import resource
 import threading
 import weakref
 from collections import defaultdict, deque
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -28,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tether.errors import WireError
+from tether.errors import RunError, WireError
 
 #: a smaller tensor travels in the message: that costs less than a loan
 SHARED_BYTES_MIN = 64 * 1024
@@ -59,7 +61,7 @@ class Memory:
     """A node's own region: room for the tensors that it will send, and what it has lent of them."""
 
     def __init__(self, directory: Path, name: str, *, size: int | None = None) -> None:
-        self._region = create(directory, name, size or os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
+        self._region = _roomy(directory, name, size or os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE)
         self._bytes = np.frombuffer(self._region, np.uint8)
         self._address = self._bytes.ctypes.data
         self._lock = threading.Lock()
@@ -194,12 +196,24 @@ def _give_back(region: mmap.mmap, number: int, borrower: int) -> None:
         region[number] = 0
 
 
+def _roomy(directory: Path, name: str, size: int) -> mmap.mmap:
+    """A region of that size, or one without room if that cannot be: then all tensors travel in messages."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        with suppress(OSError):
+            return create(directory, name, size)
+    return mmap.mmap(-1, LOANS_MAX)
+
+
 def create(directory: Path, name: str, size: int) -> mmap.mmap:
     """A region that others can attach as long as this process lives, and have for as long as they like."""
-    if not hasattr(os, "memfd_create"):  # a region without room: all tensors travel in messages
-        return mmap.mmap(-1, LOANS_MAX)
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no memory without a name")
     descriptor = os.memfd_create(_title(directory, name), os.MFD_CLOEXEC)
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
     (directory / f"{name}.memory").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
     return mmap.mmap(descriptor, size)
 
@@ -208,6 +222,10 @@ def attach(directory: Path, owner: str) -> mmap.mmap:
     """The region of a peer. One that has died and was never mapped before is lost."""
     try:
         descriptor = os.open(directory / f"{owner}.memory", os.O_RDWR | os.O_CLOEXEC)
+    except PermissionError as error:
+        raise RunError(
+            f"no access to the memory of {owner}: allow processes of one user to open /proc/PID/fd"
+        ) from error
     except (OSError, ValueError) as error:
         raise WireError(f"no memory of {owner!r}: {error}") from error
     try:
