@@ -16,6 +16,7 @@ import pytest
 from torch import nn
 
 from tether import Averaging, Elastic, Local, Mpca, RunError, Server, Sim, TaskError, UsageError, resume, run
+from tether.errors import NodesLost
 from tether.machine import Message
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
@@ -51,6 +52,8 @@ def mapped(pid: int, what: str) -> set[str]:
 class Assassin(Progress):
     """A display that kills a node, once, as soon as some worker has made a number of steps."""
 
+    signal = signal.SIGKILL
+
     def __init__(self, victims: list[str], steps: int) -> None:
         self.victims = victims
         self.steps = steps
@@ -61,7 +64,7 @@ class Assassin(Progress):
         if self.victims and meter.steps >= self.steps:
             nodes = descendants(os.getpid())
             for victim in self.victims:
-                os.kill(nodes[victim], signal.SIGKILL)
+                os.kill(nodes[victim], self.signal)
             self.victims = []
             self.killed_at = time.monotonic()
 
@@ -136,7 +139,7 @@ def test_a_killed_hub_ends_the_run_with_its_name_and_the_run_resumes_with_other_
         run(
             Blobs(),
             Server(),
-            Local(2),
+            Local(2, restarts=0),
             epochs=400,
             checkpoint_seconds=0.05,
             run_dir=tmp_path / "run",
@@ -156,12 +159,58 @@ def test_when_every_worker_is_killed_the_error_says_so(tmp_path: Path) -> None:
         run(
             Blobs(),
             Averaging(tau=5),
-            Local(2),
+            Local(2, restarts=0),
             steps=100_000,
             run_dir=tmp_path / "run",
             progress=Assassin(["worker-0", "worker-1"], steps=20),
         )
     assert nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("options", "victims"),
+    [
+        (Server(sync="async"), ["hub"]),
+        (Server(sync="async", apply="inline"), ["worker-0", "worker-1"]),
+        (Averaging(tau=5), ["hub", "worker-0", "worker-1"]),
+    ],
+    ids=["hub", "all learners", "everybody"],
+)
+def test_a_run_that_has_lost_its_hub_or_all_its_workers_goes_on_by_itself(
+    options: Options, victims: list[str], tmp_path: Path
+) -> None:
+    assassin = Assassin(victims, steps=800)
+    goal = {"steps": 2000, "checkpoint_seconds": 0.05, "evaluate_every": 1e9}
+    result = run(Blobs(), options, Local(2), run_dir=tmp_path / "run", progress=assassin, **goal)  # type: ignore[arg-type]
+    assert result.figures["steps"] == 2000 and result.metrics["error"] < 0.1
+    (told,) = [text for _, text in assassin.notes if "going on from the last backup" in text]
+    assert int(told.rpartition(" ")[2]) > 100, "and not from the beginning"
+    assert nothing_is_left()
+
+
+def test_a_run_goes_on_by_itself_only_so_often(tmp_path: Path) -> None:
+    class Relentless(Assassin):
+        def meter(self, meter: Meter, time_: float) -> None:
+            self.victims = ["hub"] if "hub" in descendants(os.getpid()) else []
+            super().meter(meter, time_)
+
+    relentless = Relentless([], steps=20)
+    with pytest.raises(NodesLost, match="hub"):
+        run(Blobs(), Server(), Local(2, restarts=1), steps=10**6, run_dir=tmp_path / "run", progress=relentless)
+    assert len([text for _, text in relentless.notes if "going on" in text]) == 1 and nothing_is_left()
+
+
+def test_a_process_that_stands_still_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
+    class Paralyser(Assassin):
+        signal = signal.SIGSTOP
+
+    paralyser = Paralyser(["worker-1"], steps=20)
+    local = Local(2, hung_seconds=2.0)
+    result = run(Blobs(), Averaging(tau=5), local, steps=3000, run_dir=tmp_path / "run", progress=paralyser)
+    assert result.figures["steps"] == 3000 and result.metrics["error"] < 0.1
+    notes = [text for _, text in paralyser.notes]
+    assert "worker-1 has shown no sign of life for 2 s and is ended" in notes
+    assert any("worker-1 was killed by SIGKILL" in text for text in notes) and nothing_is_left()
 
 
 def tether_train(directory: Path, arguments: list[str]) -> subprocess.Popen[bytes]:

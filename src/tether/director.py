@@ -102,9 +102,10 @@ class Director:
         if self._evaluator is not None:
             count = len(self._plan.nodes)
             self._progress.note(f"starting {count} process{'es' if count > 1 else ''}")
-        for told in (self._plan.task.note() if self._plan.schedule.first_step == 0 else "", self._plan.chosen):
-            if told:
-                self.note(told)
+        if self._plan.schedule.first_step == 0 and (told := self._plan.task.note()):
+            self.note(told)
+        for told in self._plan.notes:
+            self.note(told)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:

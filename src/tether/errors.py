@@ -4,7 +4,8 @@ TetherError
 +-- UsageError          what was asked for cannot be: an unknown name, a bad value, a missing extra
 |   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar
 |       +-- Diverged    the loss is no finite number any more
-+-- RunError            a run that started properly ended badly: no worker left, the hub died
++-- RunError            a run that started properly ended badly
+|   +-- NodesLost       no worker is left, or the hub has died: it can go on from its last backup
 |   +-- Stalled         nothing can happen any more although the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
 +-- WireError           a message that is malformed, too large or of an unknown type
@@ -34,6 +35,10 @@ class Diverged(TaskError):
 
 class RunError(TetherError):
     """A run ended before it was finished, through no fault of its task."""
+
+
+class NodesLost(RunError):
+    """Nodes have died without which the run cannot go on."""
 
 
 class Stalled(RunError):

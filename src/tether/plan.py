@@ -177,8 +177,8 @@ class RunPlan:
     #: end after so many evaluations without a better metric
     patience: int | None
     restored: Restored | None
-    #: what was left to be chosen by the machine
-    chosen: str = ""
+    #: what to tell when it begins
+    notes: tuple[str, ...] = ()
     directory: RunDirectory | None = None
     _data: Any = field(default=None, repr=False)
 
@@ -208,7 +208,7 @@ class RunPlan:
             seconds=request.seconds,
             patience=request.patience if request.has_goal else task.patience,
             restored=restored,
-            chosen=f"chosen: {protocol}" if protocol != asked else "",
+            notes=(f"chosen: {protocol}",) if protocol != asked else (),
             _data=data,
         )
         if plan.shares and plan.record:

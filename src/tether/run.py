@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from tether.director import Director, finite
-from tether.errors import RunError, UsageError
+from tether.errors import NodesLost, RunError, UsageError
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
 from tether.protocols import Averaging, Options
@@ -184,7 +184,7 @@ def _protocol(described: dict[str, Any]) -> Options:
 def _phases(
     task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None
 ) -> list[Callable[[Restored | None], RunPlan]]:
-    """How to plan each phase that is still to come, given where the one before it ended. The first is tried out."""
+    """How to plan each phase that is still to come, given the newest backup if there is one. The first is tried out."""
 
     def main(restored: Restored | None) -> RunPlan:
         return RunPlan.make(task, protocol, on, request, restored)
@@ -196,14 +196,14 @@ def _phases(
 
     if request.warmup is None:
         first = main(restored)
-        return [lambda _: first]
+        return [lambda later: main(later) if later else first]
     schedule = (warming := warm(None)).schedule
     if restored is None:
         main(None)
-        return [lambda _: warming, main]
+        return [lambda later: warm(later) if later else warming, main]
     if restored.samples < schedule.steps * on.workers * schedule.batch_size:
-        return [lambda _: warm(restored), main]
-    return [lambda _: main(restored)]
+        return [lambda later: warm(later or restored), main]
+    return [lambda later: main(later or restored)]
 
 
 def _refuse_if_running(directory: RunDirectory, config: dict[str, Any]) -> None:
@@ -240,14 +240,26 @@ def _execute(
     progress = progress or make_progress()
     began = time.monotonic()
     try:
-        for phase in phases:
-            if phase is not phases[0]:
-                plan = phase(directory.load_checkpoint())
+        waiting, restarts = deque(phases), on.restarts
+        while waiting:
             plan.directory = directory
             director = Director(plan, directory, progress, beside=not on.virtual)
-            with director:
-                outcome = on.execute(plan, director)
-                director.finish(outcome)
+            try:
+                with director:
+                    outcome = on.execute(plan, director)
+                    director.finish(outcome)
+                waiting.popleft()
+            except NodesLost as error:
+                if not restarts:
+                    raise
+                restarts -= 1
+                plan = waiting[0](directory.load_checkpoint())
+                plan.notes += (f"{error}; going on from the last backup, step {plan.schedule.first_step}",)
+                if plan.seconds is not None:
+                    plan.seconds = max(1.0, plan.seconds - (time.monotonic() - began))
+                continue
+            if waiting:
+                plan = waiting[0](directory.load_checkpoint())
         result = _result(plan, on, outcome, director, time.monotonic() - began)
     except KeyboardInterrupt:
         directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})

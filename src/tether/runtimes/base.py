@@ -131,6 +131,11 @@ class Runtime(Protocol):
         ...
 
     @property
+    def restarts(self) -> int:
+        """How often a run that has lost its hub or all its workers goes on by itself."""
+        ...
+
+    @property
     def processors(self) -> int | None:
         """How many processors all nodes share; None where each has its own."""
         ...

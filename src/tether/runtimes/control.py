@@ -17,6 +17,10 @@ class Hello(Message, frozen=True):
     """The node is built and its socket is bound."""
 
 
+class Alive(Message, frozen=True):
+    """The node's link is awake."""
+
+
 class Report(Message, frozen=True):
     """The node's figures so far."""
 
@@ -102,5 +106,5 @@ class End(Message, frozen=True):
     """The run is over."""
 
 
-FROM_NODE = (Hello, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
+FROM_NODE = (Hello, Alive, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
 FROM_DRIVER = (Begin, Lost, Stop, End)

@@ -14,6 +14,7 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +22,7 @@ from typing import IO, Any
 import zmq
 
 from tether import errors
-from tether.errors import RunError, TaskError, TetherError, UsageError, WireError
+from tether.errors import NodesLost, RunError, TaskError, TetherError, UsageError, WireError
 from tether.machine import Checkpoint, Evaluate
 from tether.runtimes import control
 from tether.runtimes.base import Observer, Outcome, Plan
@@ -44,6 +45,10 @@ class Local:
     workers: int = 2
     #: intra-operation threads of torch in each process
     threads: int = 1
+    #: how often a run that has lost its hub or all its workers goes on by itself, from its last backup
+    restarts: int = 3
+    #: a process that has shown no sign of life for so long is ended
+    hung_seconds: float = 60.0
 
     name = "local"
     virtual = False
@@ -55,6 +60,10 @@ class Local:
     def __post_init__(self) -> None:
         if self.workers < 1 or self.threads < 1:
             raise UsageError(f"workers and threads must be at least 1, not {self.workers} and {self.threads}")
+        if self.restarts < 0 or not self.hung_seconds >= 2:
+            raise UsageError(
+                f"restarts must be at least 0 and hung_seconds at least 2, not {self.restarts} and {self.hung_seconds}"
+            )
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         driver = Driver(self, plan, observer)
@@ -64,7 +73,12 @@ class Local:
             driver.close()
 
     def describe(self) -> dict[str, Any]:
-        return {"name": self.name, "threads": self.threads}
+        return {
+            "name": self.name,
+            "threads": self.threads,
+            "restarts": self.restarts,
+            "hung_seconds": self.hung_seconds,
+        }
 
 
 class Driver:
@@ -94,6 +108,12 @@ class Driver:
         self._meters: dict[str, Any] = {}
         self._spans: dict[str, Any] = {}
         self._stopping = False
+        #: who died last when no worker was left, and until when the joint node may save what it has
+        self._bereft = ""
+        self._bereft_until = math.inf
+        #: when each process was last heard of, and when that was last looked at
+        self._heard: dict[str, float] = {}
+        self._watched_at = time.monotonic()
 
     def _share(self) -> mmap.mmap:
         try:
@@ -112,13 +132,17 @@ class Driver:
             self._outbox.send(name, control.Begin(members))
         limit = self._plan.seconds
         deadline = math.inf if limit is None else time.monotonic() + limit
-        while self._outcome is None:
+        while self._outcome is None and time.monotonic() < self._bereft_until:
             self._turn(0.1)
+            self._watch()
             late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
             if not self._stopping and (reason := self._observer.stop_requested() or late):
                 self._stopping = True
                 for name in [self._plan.joint] if self._plan.joint else sorted(self._living):
                     self._outbox.send(name, control.Stop(reason))
+        if self._bereft:
+            raise NodesLost(self._bereft)
+        assert self._outcome is not None
         ending = frozenset(self._living)  # who ends from now on has not died of anything
         for name in ending:
             self._outbox.send(name, control.End())
@@ -161,6 +185,19 @@ class Driver:
             for pid, status in self._nursery.deaths():
                 self._take_death(self._pids[pid], status)
 
+    def _watch(self) -> None:
+        """End who shows no sign of life; what follows from that is what follows from any death."""
+        now, limit = time.monotonic(), self._settings.hung_seconds
+        if now - self._watched_at > limit / 2:  # it was this process that stood still
+            self._heard = dict.fromkeys(self._living, now)
+        self._watched_at = now
+        for pid, name in self._pids.items():
+            if name in self._living and now - self._heard.setdefault(name, now) > limit:
+                self._observer.note(f"{name} has shown no sign of life for {limit:g} s and is ended")
+                self._heard[name] = math.inf
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
     def _take_message(self) -> None:
         try:
             sender, message = self._inbox.receive()
@@ -168,6 +205,8 @@ class Driver:
             self._observer.note(f"a message was refused: {error}")
             return
         observer = self._observer
+        if sender in self._living and self._heard.get(sender) != math.inf:
+            self._heard[sender] = time.monotonic()
         match message:
             case control.Hello():
                 self._said_hello.add(sender)
@@ -206,11 +245,15 @@ class Driver:
         if name not in self._said_hello:
             raise RunError(f"{name} {how} before it was ready{self._log_of(name)}")
         if name == self._plan.joint:
-            raise RunError(
+            raise NodesLost(
                 f"{name}, which holds the joint model, {how}: continue with 'tether resume'{self._log_of(name)}"
             )
         if not any(self._nodes[other].computes for other in self._living):
-            raise RunError(f"no worker is left: {name} was the last and {how}{self._log_of(name)}")
+            self._bereft = f"no worker is left: {name} was the last and {how}{self._log_of(name)}"
+            if self._plan.joint not in self._living:
+                raise NodesLost(self._bereft)
+            self._bereft_until = time.monotonic() + GRACE_SECONDS
+            self._outbox.send(self._plan.joint, control.Stop("no worker is left"))
         self._observer.note(f"{name} {how}; the others go on")
         self._outbox.forget(name)
         self._inbox.forget(name)

@@ -63,6 +63,7 @@ SHARED = "shared"
 #: exit status of a process that has told the driver about its error
 TOLD = 3
 REPORT_SECONDS = 0.25
+ALIVE_SECONDS = 0.5
 
 
 @dataclass
@@ -213,11 +214,16 @@ class NodeProcess:
     def _listen(self) -> None:
         poller = zmq.Poller()
         poller.register(self._inbox.socket, zmq.POLLIN)
+        alive_at = 0.0
         try:
             while not self._over:
                 if poller.poll(self._milliseconds_to_next_timer()):
                     self._take_message()
                 self._fire_timers()
+                if time.monotonic() - alive_at >= ALIVE_SECONDS:
+                    alive_at = time.monotonic()
+                    with self._lock:
+                        self._tell(control.Alive())
                 self._link_seconds = time.thread_time()
         except Exception as error:
             self._fail(error)
@@ -266,7 +272,7 @@ class NodeProcess:
 
     def _milliseconds_to_next_timer(self) -> int | None:
         with self._lock:
-            return max(0, round((self._timers[0][0] - self.now()) * 1000) + 1) if self._timers else 100
+            return min(100, max(0, round((self._timers[0][0] - self.now()) * 1000) + 1)) if self._timers else 100
 
     def _fire_timers(self) -> None:
         with self._lock:

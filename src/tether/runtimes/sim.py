@@ -106,6 +106,7 @@ class Sim:
     name = "sim"
     virtual = True
     processors = None
+    restarts = 0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
