@@ -56,12 +56,8 @@ from tether.protocols.grid import (
     Stand,
     Vote,
     Welcome,
-    lines,
-    lines_of,
-    places,
-    rearranged,
-    sides,
 )
+from tether.protocols.places import lines, lines_of, places, rearranged, sides
 from tether.run import replay_recorded, run
 from tether.runtimes.base import Outcome
 from tether.runtimes.interpreter import Recorder
