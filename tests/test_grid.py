@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from test_local import Assassin
 from tether import Faults, Grid, Local, Sim, StepTime
 from tether.errors import UsageError
 from tether.machine import (
@@ -63,7 +62,7 @@ from tether.runtimes.base import Outcome
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody, swarm
 from tether.task import SyntheticTask
-from tether.testing import Blobs, train_quietly
+from tether.testing import Assassin, Blobs, train_quietly
 
 # ---- places (sections 2.1, 2.2, 6.1.1) ------------------------------------------------------------------------------
 

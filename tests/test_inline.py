@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_local import Assassin, nothing_is_left
+from test_local import nothing_is_left
 from tether import Faults, Local, Server, Sim, StepTime
 from tether.errors import UsageError
 from tether.machine import (
@@ -40,7 +40,7 @@ from tether.protocols.inline import HALT_SECONDS, TELL_SECONDS, Halt, InlineHub,
 from tether.run import resume, run
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
-from tether.testing import Blobs, train_quietly
+from tether.testing import Assassin, Blobs, train_quietly
 
 INLINE = Server(sync="async", apply="inline")
 ENDS = [Evaluate, Checkpoint, Finish]

@@ -18,58 +18,20 @@ from torch import nn
 from tether import Averaging, Elastic, Local, Mpca, RunError, Server, Sim, TaskError, UsageError, resume, run
 from tether.errors import NodesLost
 from tether.machine import Message
-from tether.progress import Progress, make_progress
+from tether.progress import make_progress
 from tether.protocols import Options
 from tether.runtimes import control
 from tether.runtimes.link import Outbox
-from tether.testing import Blobs, largest_difference, train_quietly
+from tether.testing import Assassin, Blobs, descendants, largest_difference, train_quietly
 from tether.trace import Meter
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
-
-
-def descendants(pid: int) -> dict[str, int]:
-    """The processes below one, by name."""
-    found: dict[str, int] = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
-            state, parent = rest.split()[:2]
-        except (OSError, ValueError):
-            continue
-        if int(parent) == pid and state != "Z":
-            found[name] = int(entry.name)
-            found.update(descendants(int(entry.name)))
-    return found
 
 
 def mapped(pid: int, what: str) -> set[str]:
     """The files with this in their names that a process has mapped."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if what in line}
-
-
-class Assassin(Progress):
-    """A display that kills a node, once, as soon as some worker has made a number of steps."""
-
-    signal = signal.SIGKILL
-
-    def __init__(self, victims: list[str], steps: int) -> None:
-        self.victims = victims
-        self.steps = steps
-        self.killed_at = 0.0
-        self.notes: list[tuple[float, str]] = []
-
-    def meter(self, meter: Meter, time_: float) -> None:
-        if self.victims and meter.steps >= self.steps:
-            nodes = descendants(os.getpid())
-            for victim in self.victims:
-                os.kill(nodes[victim], self.signal)
-            self.victims = []
-            self.killed_at = time.monotonic()
-
-    def note(self, text: str) -> None:
-        self.notes.append((time.monotonic(), text))
 
 
 def nothing_is_left() -> bool:

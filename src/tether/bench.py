@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tether import allreduce, comparison, tasks
+from tether import allreduce, comparison, survival, tasks
 from tether.errors import unknown
 from tether.learner import build_model
 from tether.plan import Request
@@ -222,6 +222,7 @@ def named(name: str) -> Callable[..., Report]:
         "sim": simulator,
         "mpca": comparison.mpca,
         "scaling": comparison.scaling,
+        "survival": survival.survival,
         "table2": comparison.table2,
         "utilization": utilization,
     }

@@ -217,7 +217,8 @@ def bench_(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="NAME", help="allreduce, grid, mpca, overhead, rudra, scaling, sim, table2 or utilization."
+            metavar="NAME",
+            help="allreduce, grid, mpca, overhead, rudra, scaling, sim, survival, table2 or utilization.",
         ),
     ],
     task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,

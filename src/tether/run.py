@@ -251,7 +251,7 @@ def _execute(
                 waiting.popleft()
             except NodesLost as error:
                 if not restarts:
-                    raise
+                    raise NodesLost(f"{error}; continue with 'tether resume'") from error
                 restarts -= 1
                 plan = waiting[0](directory.load_checkpoint())
                 plan.notes += (f"{error}; going on from the last backup, step {plan.schedule.first_step}",)

@@ -6,6 +6,9 @@ check_runtime(lambda workers: MyRuntime(workers), tmp_path)
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +20,14 @@ from torch.utils.data import TensorDataset
 
 from tether.errors import TaskError
 from tether.machine import Message, tensors_of
-from tether.progress import make_progress
+from tether.progress import Progress, make_progress
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
 from tether.runtimes.base import Runtime
 from tether.runtimes.faults import Faults
 from tether.runtimes.sim import Sim, StepTime
 from tether.task import Task
+from tether.trace import Meter
 from tether.wire import Codec
 
 
@@ -59,6 +63,44 @@ class Blobs(Task):
             wrong = (model(points).argmax(1) != labels).float().mean()
         model.train()
         return {"error": float(wrong)}
+
+
+def descendants(pid: int) -> dict[str, int]:
+    """The processes below one, by name."""
+    found: dict[str, int] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
+            state, parent = rest.split()[:2]
+        except (OSError, ValueError):
+            continue
+        if int(parent) == pid and state != "Z":
+            found[name] = int(entry.name)
+            found.update(descendants(int(entry.name)))
+    return found
+
+
+class Assassin(Progress):
+    """A display that kills nodes of a local run, once, as soon as some worker has made a number of steps."""
+
+    signal = signal.SIGKILL
+
+    def __init__(self, victims: list[str], steps: int) -> None:
+        self.victims = victims
+        self.steps = steps
+        self.killed_at = 0.0
+        self.notes: list[tuple[float, str]] = []
+
+    def meter(self, meter: Meter, time_: float) -> None:
+        if self.victims and meter.steps >= self.steps:
+            nodes = descendants(os.getpid())
+            for victim in self.victims:
+                os.kill(nodes[victim], self.signal)
+            self.victims = []
+            self.killed_at = time.monotonic()
+
+    def note(self, text: str) -> None:
+        self.notes.append((time.monotonic(), text))
 
 
 def train_quietly(task: Task, protocol: Options, on: Runtime, directory: Path, **goal: Any) -> Result:

@@ -245,15 +245,14 @@ class Driver:
         if name not in self._said_hello:
             raise RunError(f"{name} {how} before it was ready{self._log_of(name)}")
         if name == self._plan.joint:
-            raise NodesLost(
-                f"{name}, which holds the joint model, {how}: continue with 'tether resume'{self._log_of(name)}"
-            )
+            raise NodesLost(f"{name}, which holds the joint model, {how}{self._log_of(name)}")
         if not any(self._nodes[other].computes for other in self._living):
             self._bereft = f"no worker is left: {name} was the last and {how}{self._log_of(name)}"
             if self._plan.joint not in self._living:
                 raise NodesLost(self._bereft)
             self._bereft_until = time.monotonic() + GRACE_SECONDS
             self._outbox.send(self._plan.joint, control.Stop("no worker is left"))
+            return
         self._observer.note(f"{name} {how}; the others go on")
         self._outbox.forget(name)
         self._inbox.forget(name)
