@@ -163,6 +163,7 @@ def main() -> None:
 
     with contextlib.suppress(ConnectionError):
         serve(driver, node_main)
+    os._exit(0)  # taking torch down again would take seconds on a busy machine, and who interrupts a run waits for it
 
 
 if __name__ == "__main__":
