@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tether import allreduce, comparison, survival, tasks
+from tether import allreduce, comparison, scaleup, survival, tasks
 from tether.errors import unknown
 from tether.learner import build_model
 from tether.plan import Request
@@ -221,6 +221,7 @@ def named(name: str) -> Callable[..., Report]:
         "rudra": rudra,
         "sim": simulator,
         "mpca": comparison.mpca,
+        "scaleup": scaleup.scaleup,
         "scaling": comparison.scaling,
         "survival": survival.survival,
         "table2": comparison.table2,

@@ -218,7 +218,7 @@ def bench_(
         str,
         typer.Argument(
             metavar="NAME",
-            help="allreduce, grid, mpca, overhead, rudra, scaling, sim, survival, table2 or utilization.",
+            help="allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, survival, table2 or utilization.",
         ),
     ],
     task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,
