@@ -52,7 +52,7 @@ def batches(seed: int = 3) -> Iterator[Tensor]:
 def learner(task: Task, by_rows: bool = True) -> Learner:
     made = Learner(task, batches(), node="worker-0", seed=5)
     if not by_rows:
-        made._rows, made._row_runs = [], []
+        made._rows, made._row_runs, made._dense = [], [], made.vector.parameters
     return made
 
 
