@@ -192,3 +192,14 @@ def test_a_fresh_buffer_begins_with_zeros() -> None:
     again = learner(Sentences(sgd), by_rows=False)
     again.compute(False)
     torch.testing.assert_close(second, again.compute(False)[0])
+
+
+def test_a_step_with_a_foreign_gradient_leaves_both_gradients_as_they_were() -> None:
+    made = learner(Sentences(sgd))
+    own = made.compute(False)[0].clone()
+    before, foreign = made.weights.clone(), torch.ones(made.parameter_count)
+    made.step(foreign, 0.5)
+    torch.testing.assert_close(made.weights, before - 0.05)
+    assert torch.equal(made.vector.gradient, own) and torch.equal(foreign, torch.ones(made.parameter_count))
+    made.step(None, 1.0)
+    torch.testing.assert_close(made.weights, before - 0.05 - 0.1 * own)

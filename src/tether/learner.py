@@ -114,18 +114,20 @@ class Learner:
         return gradient, value, self.task.batch_size
 
     def step(self, gradient: Tensor | None, rate: float) -> None:
-        if gradient is not None and gradient is not self.vector.gradient:
-            if not self.flat:
-                raise UsageError(
-                    f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
-                    "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
-                    "torch.optim.SGD or Adam"
-                )
-            self.load_gradient(gradient)
+        own = self.vector.gradient
+        foreign = gradient is not None and gradient is not own
+        if foreign and not self.flat:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
+                "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
+                "torch.optim.SGD or Adam"
+            )
         for part, run, group in self._row_runs:
-            run.done = part.touched is not None
+            run.done = part.touched is not None and not foreign
             if run.done:
                 part.step(self.optimizer, group, run, rate)
+        if gradient is not None:
+            self.vector.gradient = gradient.to(own)  # it is read where it lies: a copy costs as much as the step
         if rate == 1.0:
             self.optimizer.step()
         else:
@@ -135,6 +137,7 @@ class Learner:
             self.optimizer.step()
             for group, lr in zip(self.optimizer.param_groups, usual, strict=True):
                 group["lr"] = lr
+        self.vector.gradient = own
         if self.scheduler is not None:
             self.scheduler.step()
 
