@@ -46,6 +46,7 @@ from tether.machine import (
 )
 from tether.plan import Request, RunPlan
 from tether.protocols.grid import (
+    STAND_IN_ROUNDS,
     Config,
     GridNode,
     Mean,
@@ -55,6 +56,7 @@ from tether.protocols.grid import (
     Stand,
     Vote,
     Welcome,
+    _Latest,
 )
 from tether.protocols.places import lines, lines_of, places, rearranged, sides
 from tether.run import replay_recorded, run
@@ -386,12 +388,12 @@ def test_the_previous_slice_and_mean_of_a_silent_peer_stand_in() -> None:
     world = World(Grid(dimensions=1, alpha=0.5, timeout_seconds=2.0), 4)
     world.deliver()
     first = {peer: world.machines[peer]._lanes[0] for peer in names(4)}
-    previous_mean = first["worker-0"].means["worker-3"].clone()
+    previous_mean = first["worker-0"].means.of("worker-3", 1).clone()
     world.step()
     world.deliver("worker-3")
     world.fire("worker-0", "reports")  # a quorum has reported the first round
     sent = {name: world.vectors[name].clone() for name in names(3)}
-    old = {name: world.machines[name]._lanes[0].slices["worker-3"].clone() for name in names(3)}
+    old = {name: world.machines[name]._lanes[0].slices.of("worker-3", 1).clone() for name in names(3)}
     world.deliver("worker-3")
     for kind in ("slices", "means"):
         for name in names(3):
@@ -403,6 +405,14 @@ def test_the_previous_slice_and_mean_of_a_silent_peer_stand_in() -> None:
     torch.testing.assert_close(world.vectors["worker-0"][part], sent["worker-0"][part] * 0.5 + 0.5 * mean)
     silent = parts["worker-3"]
     torch.testing.assert_close(world.vectors["worker-0"][silent], sent["worker-0"][silent] * 0.5 + 0.5 * previous_mean)
+
+
+def test_old_values_stand_in_for_a_few_rounds_only() -> None:
+    latest, values = _Latest(), torch.ones(2)
+    assert latest.of("worker-1", 0) is None
+    latest.keep("worker-1", 7, values)
+    assert latest.of("worker-1", 8) is latest.of("worker-1", 7 + STAND_IN_ROUNDS) is values
+    assert latest.of("worker-1", 8 + STAND_IN_ROUNDS) is None and latest.of("worker-2", 8) is None
 
 
 def test_below_the_quorum_patience_has_no_end() -> None:

@@ -24,9 +24,9 @@ older one is given up, since a quorum of the line has ended it. Nor does it send
 peer has not answered: what is beyond waits for the answer, so a slow link never has a long queue.
 
 Quorums with patience (2.1, 6.1.4). Slices, means and reports are waited for from all living peers, and after a time-out
-only from a quorum. The previous slice or mean of a silent peer then stands in for it. The time-out is three times what
-half of the peers usually take, unless it is given, and doubles until that has been measured. Who is known to be dead is
-not waited for.
+only from a quorum. The previous slice or mean of a silent peer then stands in for it, for a few rounds. The time-out is
+three times what half of the peers usually take, unless it is given, and doubles until that has been measured. Who is
+known to be dead is not waited for.
 
 The master and its configurations (2.2). The master places the nodes, again whenever one comes or goes, and moves as few
 as the balance allows. A configuration has a stamp: the number of the master's term, the master, and a version. A node
@@ -110,6 +110,8 @@ BETA = 0.9
 #: the time-out, as a multiple of what half of the peers take, and before anything has been measured
 PATIENCE = 3.0
 FIRST_SECONDS = 1.0
+#: for how many rounds the previous slice or mean of a silent peer stands in for it
+STAND_IN_ROUNDS = 4
 #: of how many rounds late arrivals are measured
 ROUNDS_KEPT = 16
 #: how much a new measurement counts
@@ -327,6 +329,20 @@ class _Round:
     reduced: bool = False
 
 
+class _Latest:
+    """What each peer sent last, to stand in for it when it is silent, though not for long: old values pull back."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[int, Tensor]] = {}
+
+    def keep(self, peer: str, round_: int, values: Tensor) -> None:
+        self._kept[peer] = round_, values
+
+    def of(self, peer: str, round_: int) -> Tensor | None:
+        kept, values = self._kept.get(peer, (-STAND_IN_ROUNDS, None))
+        return values if round_ - kept <= STAND_IN_ROUNDS else None
+
+
 class _Lane:
     """One of a node's lines, as long as a configuration lasts."""
 
@@ -337,8 +353,8 @@ class _Lane:
         self.opened = 0
         self.rounds: dict[int, _Round] = {}
         #: the latest slice and mean of each peer
-        self.slices: dict[str, Tensor] = {}
-        self.means: dict[str, Tensor] = {}
+        self.slices = _Latest()
+        self.means = _Latest()
         #: rounds that have ended here and are not reported yet, and the steps since the last report
         self.ended: deque[int] = deque()
         self.steps = 0
@@ -590,11 +606,11 @@ class GridNode:
         self._hear_of(message.line, lane, message.round, now)
         match message:
             case Slice(values=values, weight=weight):
-                lane.slices[sender] = values
+                lane.slices.keep(sender, message.round, values)
                 if message.round in lane.rounds:
                     lane.rounds[message.round].slices.came[sender] = (values, weight)
             case Mean(values=values, weight=weight):
-                lane.means[sender] = values
+                lane.means.keep(sender, message.round, values)
                 wanted = message.round in lane.rounds
                 self._came("means", lane, message.round, sender, (values, weight) if wanted else None, now)
         self._proceed(message.line, lane, message.round, now)
@@ -716,7 +732,7 @@ class GridNode:
                 del lane.rounds[round_]
                 self._take_sum(lane, part, now)
             else:
-                self._pull(lane, part)
+                self._pull(lane, round_, part)
                 lane.drop(round_)
                 self._ended = True
                 lane.ended.append(round_)
@@ -726,8 +742,9 @@ class GridNode:
         """Lines 10 to 13: the mean of what came; the last slice of who is silent stands in for it."""
         if not self._is_final():
             for peer in lane.line.peers:
-                if peer in lane.slices and peer not in self.dead:
-                    part.slices.came.setdefault(peer, (lane.slices[peer], 1.0))
+                stand_in = lane.slices.of(peer, round_)
+                if stand_in is not None and peer not in self.dead:
+                    part.slices.came.setdefault(peer, (stand_in, 1.0))
         came = [part.slices.came[peer] for peer in lane.line.peers if peer in part.slices.came]
         weight = sum(weight for _, weight in came)
         (first, share), *others = came
@@ -740,12 +757,12 @@ class GridNode:
         for peer in lane.others(self.name):
             self._pass(lane, peer, Mean(self.stamp, number, round_, start, weight, mean))
 
-    def _pull(self, lane: _Lane, part: _Round) -> None:
+    def _pull(self, lane: _Lane, round_: int, part: _Round) -> None:
         """Line 17."""
         parameters, rate = self.seat.parameter_count, self.options.rate
         assert part.sent is not None
         for peer, place in lane.parts.items():
-            mean = part.means.came[peer][0] if peer in part.means.came else lane.means.get(peer)
+            mean = part.means.came[peer][0] if peer in part.means.came else lane.means.of(peer, round_)
             if mean is None or (peer in self.dead and peer not in part.means.came):
                 continue
             edge = max(place.start, min(place.stop, parameters))
