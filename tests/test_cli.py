@@ -251,7 +251,7 @@ WRONG = [
     ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
     ("resume nowhere", "is no run directory"),
     ("report nowhere", "nowhere"),
-    ("bench nothing", "unknown benchmark 'nothing'; known: mpca, overhead, rudra, scaling, sim, table2"),
+    ("bench nothing", "unknown benchmark 'nothing'; known: allreduce, grid, mpca, overhead, rudra, scaleup"),
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),
 ]
