@@ -142,7 +142,8 @@ def test_a_run_that_has_lost_its_hub_or_all_its_workers_goes_on_by_itself(
     options: Options, victims: list[str], tmp_path: Path
 ) -> None:
     assassin = Assassin(victims, steps=800)
-    goal = {"steps": 2000, "checkpoint_seconds": 0.05, "evaluate_every": 1e9}
+    # when all workers have died the hub saves what it has, so it needs no other backup
+    goal = {"steps": 2000, "checkpoint_seconds": 0.05 if "hub" in victims else 1e6, "evaluate_every": 1e9}
     result = run(Blobs(), options, Local(2), run_dir=tmp_path / "run", progress=assassin, **goal)  # type: ignore[arg-type]
     assert result.figures["steps"] == 2000 and result.metrics["error"] < 0.1
     (told,) = [text for _, text in assassin.notes if "going on from the last backup" in text]

@@ -246,18 +246,18 @@ class Driver:
             raise RunError(f"{name} {how} before it was ready{self._log_of(name)}")
         if name == self._plan.joint:
             raise NodesLost(f"{name}, which holds the joint model, {how}{self._log_of(name)}")
-        if not any(self._nodes[other].computes for other in self._living):
+        if any(self._nodes[other].computes for other in self._living):
+            self._observer.note(f"{name} {how}; the others go on")
+        else:
             self._bereft = f"no worker is left: {name} was the last and {how}{self._log_of(name)}"
             if self._plan.joint not in self._living:
                 raise NodesLost(self._bereft)
             self._bereft_until = time.monotonic() + GRACE_SECONDS
-            self._outbox.send(self._plan.joint, control.Stop("no worker is left"))
-            return
-        self._observer.note(f"{name} {how}; the others go on")
         self._outbox.forget(name)
-        self._inbox.forget(name)
         for other in self._living:
             self._outbox.send(other, control.Lost(name))
+        if self._bereft:
+            self._outbox.send(self._plan.joint, control.Stop("no worker is left"))
 
     def _log_of(self, name: str) -> str:
         """The end of what a process printed, for an error message."""
