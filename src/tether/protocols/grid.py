@@ -428,8 +428,6 @@ class GridNode:
         #: steps and samples that the master has not been told of, and whether a round has ended since
         self._untold = [0, 0]
         self._ended = False
-        #: at the master: gradients that do not make a step of all yet
-        self._gradients = 0
         #: in the finale: the vector and its weight after each dimension
         self._sums: list[tuple[Tensor, float]] = []
         #: it begins with the next event, after the step that this one makes
@@ -541,7 +539,7 @@ class GridNode:
         assert self.config is not None
         if self.config.final:
             return
-        steps, self._gradients = divmod(self._gradients + gradients, len(self.config.members))
+        steps = self.pace.whole_steps(gradients, len(self.config.members))
         if steps >= self.pace.steps_left:
             self.pace.step = self.pace.schedule.steps
             self.pace.samples += samples
