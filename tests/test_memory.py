@@ -24,7 +24,7 @@ from torch import Tensor
 
 from tether.errors import WireError
 from tether.machine import Message
-from tether.runtimes.link import Inbox, Outbox, address
+from tether.runtimes.link import Inbox, Keys, Outbox, address
 from tether.runtimes.memory import LOANS_MAX, SHARED_BYTES_MIN, Loan, Memory, PeerMemory
 from tether.vector import raw_bytes
 from tether.wire import Codec
@@ -447,3 +447,24 @@ def test_a_region_has_no_name_and_goes_with_its_last_user(tmp_path: Path) -> Non
 def maps(title: str) -> int:
     """How many regions of that run are mapped by this process."""
     return sum(f"/memfd:{title} " in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_by_tcp_a_message_arrives_only_with_the_keys_of_the_run(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    keys = Keys.make()
+    doorman = keys.guard(context)
+    try:
+        inbox = Inbox(context, tmp_path, "peer", [Values], keys=keys, host="127.0.0.1")
+        memory = Memory(tmp_path, "owner")
+        outboxes = [Outbox(context, tmp_path, "stranger", keys=stranger) for stranger in (None, Keys.make())]
+        outboxes.append(Outbox(context, tmp_path, "owner", memory=memory, keys=keys))
+        for number, outbox in enumerate(outboxes):
+            outbox.addresses["peer"] = inbox.address
+            outbox.send("peer", Values(number, (full(memory, 7.0),)))
+        sender, message = inbox.receive()
+        assert sender == "owner" and isinstance(message, Values) and message.number == 2
+        assert bool((message.tensors[0] == 7.0).all()) and not memory.is_lent(message.tensors[0])
+        assert not inbox.socket.poll(300)
+    finally:
+        doorman.stop()
+        context.destroy(linger=0)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 import torch
@@ -138,8 +138,33 @@ class _Incoming:
         return [part for part in self.parts if part is not None]
 
 
+class Exchange(Protocol):
+    """One node's part in all collectives. Most methods return the events that its machine must now be given."""
+
+    #: what is for `receive`
+    messages: tuple[type[Message], ...]
+
+    def broadcast(self, effect: Broadcast) -> None:
+        """At the root: a message for all others."""
+        ...
+
+    def reduce(self, effect: Reduce) -> list[Event]:
+        """Take part in a sum."""
+        ...
+
+    def receive(self, message: Any) -> list[Event]:
+        """A message of another node's part."""
+        ...
+
+    def lost(self, peer: str) -> list[Event]:
+        """A member has died."""
+        ...
+
+
 class Collectives:
-    """One node's part in all collectives. Every method returns the events that its machine must now be given."""
+    """Broadcast and reduction by messages along the tree."""
+
+    messages: tuple[type[Message], ...] = (Up, Down)
 
     def __init__(
         self,

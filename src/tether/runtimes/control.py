@@ -14,7 +14,9 @@ from tether.trace import Meter, Span
 
 
 class Hello(Message, frozen=True):
-    """The node is built and its socket is bound."""
+    """The node is built and its socket is bound; `address` is where it is reached from other machines."""
+
+    address: str = ""
 
 
 class Alive(Message, frozen=True):
@@ -85,9 +87,18 @@ class Bye(Message, frozen=True):
 
 
 class Begin(Message, frozen=True):
-    """All members are there."""
+    """All members are there, some of them at addresses of other machines."""
 
     members: tuple[str, ...]
+    addresses: dict[str, str]
+
+
+class Joined(Message, frozen=True):
+    """A node has come while the run goes on."""
+
+    peer: str
+    role: str
+    address: str = ""
 
 
 class Lost(Message, frozen=True):
@@ -107,4 +118,4 @@ class End(Message, frozen=True):
 
 
 FROM_NODE = (Hello, Alive, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
-FROM_DRIVER = (Begin, Lost, Stop, End)
+FROM_DRIVER = (Begin, Joined, Lost, Stop, End)

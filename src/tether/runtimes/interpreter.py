@@ -51,7 +51,7 @@ from tether.machine import (
     stream_of,
     tensors_of,
 )
-from tether.runtimes.collectives import Collectives, Down, Up
+from tether.runtimes.collectives import Collectives, Down, Exchange, Up
 from tether.trace import Meter, Tracer
 from tether.vector import Empty
 from tether.wire import payload_bytes
@@ -128,8 +128,9 @@ class Interpreter:
         checked: bool = False,
         compress: str = "none",
         empty: Empty = torch.empty,
+        collectives: Callable[..., Exchange] = Collectives,
     ) -> None:
-        """`empty` makes the tensors that the node sends."""
+        """`empty` makes the tensors that the node sends; `collectives` carry out broadcasts and reductions."""
         self.node = node
         self.machine = machine
         self.replica = replica
@@ -138,7 +139,7 @@ class Interpreter:
         self.tracer = tracer or Tracer(enabled=False)
         self.finished = False
         self._empty = empty
-        self._collectives = Collectives(
+        self._collectives: Exchange = collectives(
             node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty
         )
         self._recorder = recorder
@@ -174,7 +175,7 @@ class Interpreter:
                         self.meter.messages_refused += 1
                         return
                     event = Received(sender, message)
-                if isinstance(message, Up | Down):
+                if isinstance(message, self._collectives.messages):
                     queue.extend(self._collectives.receive(message))
                     return
             case PeerLost(peer=peer):

@@ -1,18 +1,23 @@
 """Messages between processes: each has one inbox and one way out to every other.
 
-Messages go through sockets, in order; ZeroMQ's own threads move the bytes, so a send never blocks. Large tensors stay
-in shared memory and the envelope tells where, so the codec meets the same frames either way. An `Outbox` may be used by
-one thread at a time, under the node's lock; an `Inbox` by one thread only.
+Messages go through sockets, in order; ZeroMQ's own threads move the bytes, so a send never blocks. Processes that share
+a directory have their sockets there, and large tensors stay in shared memory: the envelope tells where, so the codec
+meets the same frames either way. Others are reached by TCP at an address that somebody must have told. A run that uses
+TCP has one pair of keys, and who does not hold it can neither send to its nodes nor read what they send (CURVE).
+
+An `Outbox` may be used by one thread at a time, under the node's lock; an `Inbox` by one thread only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from tether.errors import WireError
 from tether.machine import Message
@@ -27,12 +32,58 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     loans: tuple[Loan | None, ...] = ()
 
 
-class Inbox:
-    """Where a process receives."""
+@dataclass(frozen=True)
+class Keys:
+    """What all processes of a run have in common and nobody else has."""
 
-    def __init__(self, context: zmq.Context[Any], directory: Path, name: str, types: Iterable[type[Message]]) -> None:
+    public: bytes
+    secret: bytes
+
+    @staticmethod
+    def make() -> Keys:
+        return Keys(*zmq.curve_keypair())
+
+    def guard(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
+        """Let nobody connect to a socket of this context but who holds the keys, until it is stopped."""
+        doorman = ThreadAuthenticator(context)
+        doorman.start()
+        doorman.configure_curve_callback("*", self)
+        return doorman
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What the authenticator asks."""
+        return key == self.public
+
+    def lock(self, socket: zmq.Socket[bytes], *, server: bool) -> None:
+        """Make a socket one of the run's, before it is bound or connected."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        if server:
+            socket.curve_server = True
+        else:
+            socket.curve_serverkey = self.public
+
+
+class Inbox:
+    """Where a process receives: in the directory and, given the keys, by TCP at that address of this machine."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        directory: Path,
+        name: str,
+        types: Iterable[type[Message]],
+        *,
+        keys: Keys | None = None,
+        host: str = "",
+    ) -> None:
         self.socket = context.socket(zmq.PULL)
         self.socket.set_hwm(0)
+        #: how it is reached from other machines
+        self.address = ""
+        if keys is not None:
+            keys.lock(self.socket, server=True)
+            self.socket.bind(f"tcp://{host}:*")
+            self.address = self.socket.last_endpoint.decode().rstrip("\0")
         self.socket.bind(address(directory, name))
         self._codec = Codec(types)
         self._memory = PeerMemory(directory)
@@ -64,11 +115,22 @@ class Inbox:
 class Outbox:
     """How a process sends; without memory all tensors go through the socket."""
 
-    def __init__(self, context: zmq.Context[Any], directory: Path, name: str, *, memory: Memory | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        directory: Path,
+        name: str,
+        *,
+        memory: Memory | None = None,
+        keys: Keys | None = None,
+    ) -> None:
         self._context = context
         self._directory = directory
         self._name = name
         self._memory = memory
+        self._keys = keys
+        #: where those receive who do not share the directory
+        self.addresses: dict[str, str] = {}
         self._codec = Codec([Message])
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
@@ -77,7 +139,9 @@ class Outbox:
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            socket.connect(address(self._directory, to))
+            if self._keys is not None:
+                self._keys.lock(socket, server=False)
+            socket.connect(self.addresses.get(to) or address(self._directory, to))
             self._sockets[to] = socket
         header, *tensors = self._codec.encode(message)
         loans = [self._lend(to, frame) for frame in tensors]
@@ -89,11 +153,12 @@ class Outbox:
         """Drop what is still on its way to a dead peer, and take back what it was lent."""
         if to in self._sockets:
             self._sockets.pop(to).close(linger=0)
+        self.addresses.pop(to, None)
         if self._memory is not None:
             self._memory.forget(to)
 
     def _lend(self, to: str, frame: Frame) -> Loan | None:
-        if self._memory is None or len(frame) < SHARED_BYTES_MIN:
+        if self._memory is None or to in self.addresses or len(frame) < SHARED_BYTES_MIN:
             return None
         return self._memory.lend(to, frame)
 

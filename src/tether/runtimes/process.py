@@ -1,8 +1,8 @@
 """One node in a process of its own.
 
 The training thread takes gradients and feeds them to the node itself; the link's thread feeds what is received. Both do
-so under the node's one lock, so a local step costs no thread switch. The lifeline carries first what to build; when it
-closes, the driver is gone and so is this process.
+so under the node's one lock, so a local step costs no thread switch. A child of the driver's has a lifeline, which
+carries first what to build; when it closes, the driver is gone and so is this process.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tether.machine import (
     GradientReady,
     Message,
     Node,
+    PeerJoined,
     PeerLost,
     Received,
     Row,
@@ -47,17 +48,16 @@ from tether.machine import (
 )
 from tether.runtimes import control
 from tether.runtimes.base import Plan
-from tether.runtimes.collectives import Down, Up
+from tether.runtimes.collectives import Collectives, Down, Exchange, Up
+from tether.runtimes.driver import DRIVER
 from tether.runtimes.interpreter import Interpreter, T
-from tether.runtimes.link import Inbox, Outbox
+from tether.runtimes.link import Inbox, Keys, Outbox
 from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool
 from tether.trace import Tracer
 from tether.vector import Shared
 from tether.wire import pack_tree
 
-#: the name under which the driver of a run receives
-DRIVER = "driver"
 #: the name of the memory of a vector that all nodes share
 SHARED = "shared"
 #: exit status of a process that has told the driver about its error
@@ -68,13 +68,17 @@ ALIVE_SECONDS = 0.5
 
 @dataclass
 class Birth:
-    """What a process is told when it starts."""
+    """What a process is told when it starts, besides which node it is."""
 
-    path: list[str]
-    node: Node
+    plan: Plan
     directory: Path
     threads: int
-    plan: Plan
+    #: in a run across machines: what all its processes have, where the driver receives, and where this process can be
+    #: reached
+    keys: Keys | None = None
+    driver: str = ""
+    host: str = ""
+    collectives: Callable[..., Exchange] = Collectives
 
 
 class NodeProcess:
@@ -83,12 +87,14 @@ class NodeProcess:
     bytes_scale = 1.0
     virtual = False
 
-    def __init__(self, birth: Birth, context: zmq.Context[Any]) -> None:
-        self.name = birth.node.name
-        types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
-        self._inbox = Inbox(context, birth.directory, self.name, [*control.FROM_DRIVER, *types])
+    def __init__(self, birth: Birth, node: Node, context: zmq.Context[Any]) -> None:
+        plan, self.name = birth.plan, node.name
+        types = message_types(plan.messages, compressed=plan.compress != "none")
+        self._inbox = Inbox(
+            context, birth.directory, self.name, [*control.FROM_DRIVER, *types], keys=birth.keys, host=birth.host
+        )
         self._memory = Memory(birth.directory, self.name)
-        self._outbox = Outbox(context, birth.directory, self.name, memory=self._memory)
+        self._outbox = outbox(birth, node, context, self._memory)
         self._lock = threading.Lock()
         self._wanted = threading.Condition(self._lock)
         self._compute: bool | None = None
@@ -103,23 +109,24 @@ class NodeProcess:
         self._timers: list[tuple[float, str, int]] = []
         self._settings: dict[str, int] = {}
         shared = None
-        if birth.plan.shares:
+        if plan.shares:
             # nobody computes before all are there, so it is early enough if the joint node gives the values
             region = torch.frombuffer(attach(birth.directory, SHARED), dtype=torch.uint8)
-            shared = Shared(region, first=birth.node.name == birth.plan.joint)
-        machine, replica = birth.plan.build(birth.node, self._memory.empty, shared)
-        recorder = birth.plan.recorder(birth.node, replica)
+            shared = Shared(region, first=self.name == plan.joint)
+        machine, replica = plan.build(node, self._memory.empty, shared)
+        recorder = plan.recorder(node, replica)
         # a record tells of the weights at every event, so nothing may change them in between
-        self._pool = Pool(birth.plan.pool_threads, self._lock, self._fail) if recorder is None else None
+        self._pool = Pool(plan.pool_threads, self._lock, self._fail) if recorder is None else None
         self._interpreter = Interpreter(
             self.name,
             machine,
             replica,
             self,
-            tracer=Tracer(birth.plan.traced),
+            tracer=Tracer(plan.traced),
             recorder=recorder,
-            compress=birth.plan.compress,
+            compress=plan.compress,
             empty=self._memory.empty,
+            collectives=birth.collectives,
         )
 
     # ---- what the interpreter asks for, always under the lock ----
@@ -173,7 +180,7 @@ class NodeProcess:
 
     def run(self) -> None:
         """The training thread, from hello to goodbye."""
-        self._tell(control.Hello())
+        self._tell(control.Hello(self._inbox.address))
         link = threading.Thread(target=self._listen, name="link", daemon=True)
         link.start()
         try:
@@ -239,12 +246,17 @@ class NodeProcess:
         with self._lock:
             event: Event
             match message:
-                case control.Begin(members=members):
+                case control.Begin(members=members, addresses=addresses):
                     self._began = time.monotonic()
+                    self._outbox.addresses |= addresses
                     self._interpreter.feed(Started(members))
                     for event in self._early:
                         self._interpreter.feed(event)
                     return
+                case control.Joined(peer=peer, role=role, address=address):
+                    if address:
+                        self._outbox.addresses[peer] = address
+                    event = PeerJoined(peer, role)
                 case control.Lost(peer=peer):
                     self._outbox.forget(peer)
                     self._inbox.forget(peer)
@@ -290,18 +302,53 @@ def message_types(types: tuple[type[Message], ...], compressed: bool) -> list[An
     return [*plain, packed] if compressed else [*plain]
 
 
-def read_birth(stream: BinaryIO) -> Birth:
-    """What the driver wrote into the lifeline: its module path first, so that the rest can be imported."""
+def outbox(birth: Birth, node: Node, context: zmq.Context[Any], memory: Memory | None = None) -> Outbox:
+    """A node's way out, which can reach the driver."""
+    made = Outbox(context, birth.directory, node.name, memory=memory, keys=birth.keys)
+    if birth.driver:
+        made.addresses[DRIVER] = birth.driver
+    return made
+
+
+def live(birth: Birth, node: Node, context: zmq.Context[Any], follow: Callable[[NodeProcess], None]) -> bool:
+    """Be a node until the run is over. False if it was an error that ended it, which the driver has been told.
+
+    `follow` is given the node before it begins, to see to it that it ends with the driver.
+    """
+    torch.set_num_threads(birth.threads)
+    seed = (birth.plan.seed * 1_000_003 + node.index * 7919 + node.life) % 2**32
+    torch.manual_seed(seed)
+    np.random.seed(seed)
+    random.seed(seed)
+    doorman = birth.keys.guard(context) if birth.keys else None
+    try:
+        process = NodeProcess(birth, node, context)
+        follow(process)
+        process.run()
+        return True
+    except Exception as error:
+        told = traceback.format_exc()
+        print(told, file=sys.stderr)
+        outbox(birth, node, context).send(DRIVER, control.Failed(type(error).__name__, str(error), told))
+        return False
+    finally:
+        if doorman is not None:
+            doorman.stop()
+        context.destroy(linger=2000)
+
+
+def birth_certificate(birth: Birth, node: Node, path: list[str]) -> bytes:
+    """What `main` reads. It goes through a pipe to a child of ours; no pickle ever comes from elsewhere."""
+    parts = (cloudpickle.dumps(path), cloudpickle.dumps((birth, node)))
+    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+
+
+def _read_certificate(stream: BinaryIO) -> tuple[Birth, Node]:
+    """The module path comes first, so that the rest can be imported."""
     path, rest = (stream.read(struct.unpack("<Q", stream.read(8))[0]) for _ in range(2))
     sys.path[:] = cloudpickle.loads(path)
-    birth: Birth = cloudpickle.loads(rest)
-    return birth
-
-
-def birth_certificate(birth: Birth) -> bytes:
-    """What `read_birth` reads. It goes through a pipe to a child of ours; no pickle ever comes from elsewhere."""
-    parts = (cloudpickle.dumps(birth.path), cloudpickle.dumps(birth))
-    return b"".join(struct.pack("<Q", len(part)) + part for part in parts)
+    birth, node = cloudpickle.loads(rest)
+    return birth, node
 
 
 def _follow_lifeline(stream: BinaryIO, directory: Path) -> None:
@@ -313,27 +360,11 @@ def _follow_lifeline(stream: BinaryIO, directory: Path) -> None:
 def main(lifeline: BinaryIO) -> NoReturn:
     """Be the node that the lifeline describes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    birth = read_birth(lifeline)
+    birth, node = _read_certificate(lifeline)
     with suppress(OSError):  # so that ps and top tell the nodes apart
-        Path("/proc/self/comm").write_text(birth.node.name)
+        Path("/proc/self/comm").write_text(node.name)
     threading.Thread(target=_follow_lifeline, args=(lifeline, birth.directory), daemon=True).start()
-    torch.set_num_threads(birth.threads)
-    seed = (birth.plan.seed * 1_000_003 + birth.node.index * 7919 + birth.node.life) % 2**32
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
-    status = 0
-    context: zmq.Context[Any] = zmq.Context()
-    try:
-        NodeProcess(birth, context).run()
-    except Exception as error:
-        status = TOLD
-        told = traceback.format_exc()
-        print(told, file=sys.stderr)
-        Outbox(context, birth.directory, birth.node.name).send(
-            DRIVER, control.Failed(type(error).__name__, str(error), told)
-        )
-    context.destroy(linger=2000)
+    well = live(birth, node, zmq.Context(), lambda process: None)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(0 if well else TOLD)

@@ -1,0 +1,293 @@
+"""The caller's side of a run whose nodes are processes.
+
+The driver has the processes started, tells all nodes when one has come or died, and takes in what they report. Protocol
+messages go straight from process to process. Who starts processes, and knows of their deaths, is a `Crew`: the
+nursery of this machine, or a cluster's scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import zmq
+
+from tether import errors
+from tether.errors import NodesLost, RunError, TaskError, TetherError, WireError
+from tether.machine import Checkpoint, Evaluate, Message, Node
+from tether.runtimes import control
+from tether.runtimes.base import Observer, Outcome, Plan
+from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.wire import unpack_tree
+
+#: the name under which the driver of a run receives
+DRIVER = "driver"
+#: how long processes are given to end by themselves
+GRACE_SECONDS = 1.5
+#: how long a process may take to come up: importing torch and loading the data
+START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Came:
+    """A process has begun to become this node, whose place is that of one which has died."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class Died:
+    """A node's process is gone; `told` if it has sent its error before."""
+
+    name: str
+    how: str
+    told: bool = False
+
+
+class Crew(Protocol):
+    """Starts the processes of some nodes and knows when they die."""
+
+    def start(self, nodes: Iterable[Node]) -> None:
+        """Begin to make a process of each."""
+        ...
+
+    def fileno(self) -> int:
+        """Readable when there is news."""
+        ...
+
+    def news(self) -> list[Came | Died]:
+        """What has happened since the last call."""
+        ...
+
+    def end(self, name: str) -> None:
+        """Have done with a process that shows no sign of life; its death is news."""
+        ...
+
+    def output(self, name: str) -> str:
+        """What a process has printed, as far as that is known, or why there is none yet."""
+        ...
+
+    def close(self, seconds: float) -> None:
+        """End every process, after a while by force."""
+        ...
+
+
+class Driver:
+    """One run."""
+
+    def __init__(self, plan: Plan, observer: Observer, hung_seconds: float, *, host: str = "") -> None:
+        """A process without a sign of life for `hung_seconds` is ended. With a `host` it is reached by TCP there."""
+        self._plan = plan
+        self._observer = observer
+        self._hung_seconds = hung_seconds
+        self.directory = Path(tempfile.mkdtemp(prefix="tether-"))
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.keys = Keys.make() if host else None
+        self._doorman = self.keys.guard(self._context) if self.keys else None
+        types = control.FROM_NODE
+        self._inbox = Inbox(self._context, self.directory, DRIVER, types, keys=self.keys, host=host)
+        self.address = self._inbox.address
+        self._outbox = Outbox(self._context, self.directory, DRIVER, keys=self.keys)
+        self._crews: dict[str, Crew] = {}
+        self._nodes = {node.name: node for node in plan.nodes}
+        self._living: set[str] = set()
+        self._poller = zmq.Poller()
+        self._poller.register(self._inbox.socket, zmq.POLLIN)
+        self._outcome: Outcome | None = None
+        self._began = False
+        self._said_hello: set[str] = set()
+        self._said_bye: set[str] = set()
+        self._meters: dict[str, Any] = {}
+        self._spans: dict[str, Any] = {}
+        self._stopping = False
+        #: who died last when no worker was left, and until when the joint node may save what it has
+        self._bereft = ""
+        self._bereft_until = math.inf
+        #: when each process was last heard of, and when that was last looked at
+        self._heard: dict[str, float] = {}
+        self._watched_at = time.monotonic()
+
+    def run(self, crews: Iterable[tuple[Crew, list[Node]]]) -> Outcome:
+        """From the start of the processes to the end of the run; each crew has some of the nodes."""
+        for crew, nodes in crews:
+            self._poller.register(crew.fileno(), zmq.POLLIN)
+            self._crews |= {node.name: crew for node in nodes}
+            self._living |= {node.name for node in nodes}
+            crew.start(nodes)
+        self._await(lambda: self._living <= self._said_hello, START_SECONDS)
+        self._began = True
+        members = self._members()
+        for name in members:
+            self._outbox.send(name, control.Begin(members, self._addresses_for(name)))
+        limit = self._plan.seconds
+        deadline = math.inf if limit is None else time.monotonic() + limit
+        while self._outcome is None and time.monotonic() < self._bereft_until:
+            self._turn(0.1)
+            self._watch()
+            late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
+            if not self._stopping and (reason := self._observer.stop_requested() or late):
+                self._stopping = True
+                for name in [self._plan.joint] if self._plan.joint else sorted(self._living):
+                    self._outbox.send(name, control.Stop(reason))
+        if self._bereft:
+            raise NodesLost(self._bereft)
+        assert self._outcome is not None
+        ending = frozenset(self._living)  # who ends from now on has not died of anything
+        for name in ending:
+            self._outbox.send(name, control.End())
+        deadline = time.monotonic() + 4 * GRACE_SECONDS
+        while not ending <= self._said_bye and time.monotonic() < deadline:
+            self._turn(0.1)
+        self._outcome.lost = frozenset(self._nodes) - ending
+        self._outcome.meters = self._meters
+        self._outcome.spans = self._spans
+        return self._outcome
+
+    def close(self) -> None:
+        """End every process, however the run ended, and leave nothing behind."""
+        for crew in {id(crew): crew for crew in self._crews.values()}.values():
+            crew.close(GRACE_SECONDS)
+        if self._doorman is not None:
+            self._doorman.stop()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _members(self) -> tuple[str, ...]:
+        return tuple(name for name in self._nodes if name in self._living & self._said_hello)
+
+    def _addresses_for(self, name: str) -> dict[str, str]:
+        """Where the others are, as far as that needs to be told."""
+        return {other: address for other, address in self._outbox.addresses.items() if other != name}
+
+    def _tell_all(self, message: Message, but: str = "") -> None:
+        for name in sorted(self._living & self._said_hello - {but}):
+            self._outbox.send(name, message)
+
+    def _await(self, done: Callable[[], bool], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not done():
+            if time.monotonic() > deadline:
+                missing = sorted(self._living - self._said_hello)
+                raise RunError(f"{', '.join(missing)} did not come up within {seconds:g} s{self._output(missing[0])}")
+            self._turn(0.1)
+
+    def _turn(self, seconds: float) -> None:
+        """Wait for something to happen and take it in."""
+        self._poller.poll(round(seconds * 1000))
+        while self._inbox.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            self._take_message()
+        for crew in {id(crew): crew for crew in self._crews.values()}.values():
+            for news in crew.news():
+                match news:
+                    case Came(node=node):
+                        self._nodes[node.name] = node
+                        self._crews[node.name] = crew
+                        self._living.add(node.name)
+                    case Died():
+                        self._take_death(news)
+
+    def _watch(self) -> None:
+        """End who shows no sign of life; what follows from that is what follows from any death."""
+        now, limit = time.monotonic(), self._hung_seconds
+        if now - self._watched_at > limit / 2:  # it was this process that stood still
+            self._heard = dict.fromkeys(self._living, now)
+        self._watched_at = now
+        for name in sorted(self._living & self._said_hello):
+            if now - self._heard.setdefault(name, now) > limit:
+                self._observer.note(f"{name} has shown no sign of life for {limit:g} s and is ended")
+                self._heard[name] = math.inf
+                self._crews[name].end(name)
+
+    def _take_message(self) -> None:
+        try:
+            sender, message = self._inbox.receive()
+        except WireError as error:
+            self._observer.note(f"a message was refused: {error}")
+            return
+        if sender not in self._living:
+            return  # it is of somebody who is dead for all others
+        observer = self._observer
+        if self._heard.get(sender) != math.inf:
+            self._heard[sender] = time.monotonic()
+        match message:
+            case control.Hello(address=address):
+                self._welcome(sender, address)
+            case control.Report(meter=meter, now=now):
+                self._meters[sender] = meter
+                observer.meter(meter, now)
+            case control.Row(values=values, now=now):
+                observer.record(sender, values, now)
+            case control.Evaluation(step=step, samples=samples, final=final, weights=weights, now=now):
+                observer.evaluate(Evaluate(step, samples, final), weights, now)
+            case control.Saved() as saved:
+                state = unpack_tree(saved.state, saved.tensors)
+                replica_state = unpack_tree(saved.replica_state, saved.tensors)
+                effect = Checkpoint(saved.step, saved.samples, state, saved.final)
+                observer.checkpoint(effect, saved.weights, replica_state, saved.now)
+            case control.Finished(reason=reason, weights=weights, now=now):
+                if self._plan.joint in ("", sender) and self._outcome is None:
+                    # a copy, for what is lent would keep all of the node's memory
+                    self._outcome = Outcome(weights.clone(), now, reason)
+            case control.Bye(meter=meter, spans=spans):
+                self._said_bye.add(sender)
+                self._meters[sender] = meter
+                self._spans[sender] = spans
+            case control.Failed(kind=kind, text=text, traceback=told):
+                raise _error(sender, kind, text, told)
+
+    def _welcome(self, name: str, address: str) -> None:
+        """A node is ready. If the run has begun already, it and the others are told of each other."""
+        self._said_hello.add(name)
+        if address:
+            self._outbox.addresses[name] = address
+        if not self._began or self._outcome is not None:
+            return
+        self._outbox.send(name, control.Begin(self._members(), self._addresses_for(name)))
+        for dead in self._nodes.keys() - self._living:
+            self._outbox.send(name, control.Lost(dead))  # others may still speak of them
+        self._tell_all(control.Joined(name, self._nodes[name].role, address), but=name)
+        self._observer.note(f"{name} has joined")
+
+    def _take_death(self, death: Died) -> None:
+        name, how = death.name, death.how
+        if death.told:
+            deadline = time.monotonic() + 2.0
+            while time.monotonic() < deadline and self._inbox.socket.poll(100):
+                self._take_message()  # raises what it told
+        self._living.discard(name)
+        if self._outcome is not None or name in self._said_bye:
+            return
+        if name not in self._said_hello:
+            raise RunError(f"{name} {how} before it was ready{self._output(name)}")
+        if name == self._plan.joint:
+            raise NodesLost(f"{name}, which holds the joint model, {how}{self._output(name)}")
+        if any(self._nodes[other].computes for other in self._living):
+            self._observer.note(f"{name} {how}; the others go on")
+        else:
+            self._bereft = f"no worker is left: {name} was the last and {how}{self._output(name)}"
+            if self._plan.joint not in self._living:
+                raise NodesLost(self._bereft)
+            self._bereft_until = time.monotonic() + GRACE_SECONDS
+        self._outbox.forget(name)
+        self._tell_all(control.Lost(name))
+        if self._bereft:
+            self._outbox.send(self._plan.joint, control.Stop("no worker is left"))
+
+    def _output(self, name: str) -> str:
+        """The end of what a process printed, for an error message."""
+        text = self._crews[name].output(name).strip()
+        return f"; {text[-1000:]}" if text else ""
+
+
+def _error(node: str, kind: str, text: str, told: str) -> TetherError:
+    """The error of a node, as the caller sees it."""
+    known = getattr(errors, kind, None)
+    if isinstance(known, type) and issubclass(known, TetherError):
+        return known(text if text.startswith(node) else f"{node}: {text}")
+    return TaskError(f"{node}: {kind}: {text}\n{told}")
