@@ -228,6 +228,10 @@ class RunPlan:
         return self.protocol.shares
 
     @property
+    def collective(self) -> bool:
+        return self.protocol.collective
+
+    @property
     def joint(self) -> str:
         return self.protocol.joint
 

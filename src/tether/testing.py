@@ -95,7 +95,8 @@ class Assassin(Progress):
         if self.victims and meter.steps >= self.steps:
             nodes = descendants(os.getpid())
             for victim in self.victims:
-                os.kill(nodes[victim], self.signal)
+                if victim in nodes:
+                    os.kill(nodes[victim], self.signal)
             self.victims = []
             self.killed_at = time.monotonic()
 

@@ -84,6 +84,7 @@ class Averaging(Options):
     name = "averaging"
     summary = "workers train alone for tau steps, then all continue from the average (SparkNet)"
     messages = (Joint, Effort)
+    collective = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

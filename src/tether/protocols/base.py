@@ -26,6 +26,8 @@ class Options:
     joint: ClassVar[str] = "hub"
     #: the joint node steps with gradients of others, so the optimizer must be elementwise
     steps_at_hub: ClassVar[bool] = False
+    #: nodes exchange values by broadcasts and reductions only
+    collective: ClassVar[bool] = False
     workers_max: ClassVar[int | None] = None
 
     compress: Compression = option(  # noqa: RUF009 (a field)

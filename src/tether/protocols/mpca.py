@@ -108,6 +108,7 @@ class Mpca(Options):
     name = "mpca"
     summary = "workers never stop; shards of the projected joint model circulate and pull (MPCA SGD)"
     messages = (Projected,)
+    collective = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

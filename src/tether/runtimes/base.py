@@ -21,6 +21,7 @@ class Plan(Protocol):
     seed: int
     vector_bytes: int
     traced: bool
+    record: bool
     #: the joint node is asked to stop after so long
     seconds: float | None
 
@@ -52,6 +53,11 @@ class Plan(Protocol):
     @property
     def shares(self) -> bool:
         """All nodes have one and the same vector."""
+        ...
+
+    @property
+    def collective(self) -> bool:
+        """Nodes exchange values by broadcasts and reductions only."""
         ...
 
     def build(self, node: Node, empty: Empty = torch.empty, shared: Shared | None = None) -> tuple[Machine, Replica]:

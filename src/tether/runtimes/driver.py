@@ -24,6 +24,7 @@ from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.runtimes.memory import Memory
 from tether.wire import unpack_tree
 
 #: the name under which the driver of a run receives
@@ -43,11 +44,12 @@ class Came:
 
 @dataclass(frozen=True)
 class Died:
-    """A node's process is gone; `told` if it has sent its error before."""
+    """A node's process is gone; `told` if it has sent its error before, `replaced` if another will come for it."""
 
     name: str
     how: str
     told: bool = False
+    replaced: bool = False
 
 
 class Crew(Protocol):
@@ -81,8 +83,19 @@ class Crew(Protocol):
 class Driver:
     """One run."""
 
-    def __init__(self, plan: Plan, observer: Observer, hung_seconds: float, *, host: str = "") -> None:
-        """A process without a sign of life for `hung_seconds` is ended. With a `host` it is reached by TCP there."""
+    def __init__(
+        self,
+        plan: Plan,
+        observer: Observer,
+        hung_seconds: float,
+        *,
+        host: str = "",
+        types: Iterable[type[Message]] = (),
+    ) -> None:
+        """A process without a sign of life for `hung_seconds` is ended. With a `host` nodes may be on other machines.
+
+        `types` are those of messages for `_take_other`.
+        """
         self._plan = plan
         self._observer = observer
         self._hung_seconds = hung_seconds
@@ -90,10 +103,11 @@ class Driver:
         self._context: zmq.Context[Any] = zmq.Context()
         self.keys = Keys.make() if host else None
         self._doorman = self.keys.guard(self._context) if self.keys else None
-        types = control.FROM_NODE
+        types = (*control.FROM_NODE, *types)
         self._inbox = Inbox(self._context, self.directory, DRIVER, types, keys=self.keys, host=host)
         self.address = self._inbox.address
-        self._outbox = Outbox(self._context, self.directory, DRIVER, keys=self.keys)
+        memory = Memory(self.directory, DRIVER)
+        self._outbox = Outbox(self._context, self.directory, DRIVER, memory=memory, keys=self.keys)
         self._crews: dict[str, Crew] = {}
         self._nodes = {node.name: node for node in plan.nodes}
         self._living: set[str] = set()
@@ -120,7 +134,7 @@ class Driver:
             self._crews |= {node.name: crew for node in nodes}
             self._living |= {node.name for node in nodes}
             crew.start(nodes)
-        self._await(lambda: self._living <= self._said_hello, START_SECONDS)
+        self._await(self._is_complete, START_SECONDS)
         self._began = True
         members = self._members()
         for name in members:
@@ -157,6 +171,9 @@ class Driver:
             self._doorman.stop()
         self._context.destroy(linger=0)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _is_complete(self) -> bool:
+        return self._living <= self._said_hello and any(self._nodes[name].computes for name in self._living)
 
     def _members(self) -> tuple[str, ...]:
         return tuple(name for name in self._nodes if name in self._living & self._said_hello)
@@ -240,6 +257,12 @@ class Driver:
                 self._spans[sender] = spans
             case control.Failed(kind=kind, text=text, traceback=told):
                 raise _error(sender, kind, text, told)
+            case _:
+                self._take_other(sender, message)
+
+    def _take_other(self, sender: str, message: Message) -> None:
+        """A message that only some drivers know."""
+        raise NotImplementedError
 
     def _welcome(self, name: str, address: str) -> None:
         """A node is ready. If the run has begun already, it and the others are told of each other."""
@@ -264,6 +287,8 @@ class Driver:
         if self._outcome is not None or name in self._said_bye:
             return
         if name not in self._said_hello:
+            if death.replaced:
+                return
             raise RunError(f"{name} {how} before it was ready{self._output(name)}")
         if name == self._plan.joint:
             raise NodesLost(f"{name}, which holds the joint model, {how}{self._output(name)}")

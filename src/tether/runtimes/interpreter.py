@@ -139,7 +139,7 @@ class Interpreter:
         self.tracer = tracer or Tracer(enabled=False)
         self.finished = False
         self._empty = empty
-        self._collectives: Exchange = collectives(
+        self.collectives: Exchange = collectives(
             node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty
         )
         self._recorder = recorder
@@ -175,14 +175,14 @@ class Interpreter:
                         self.meter.messages_refused += 1
                         return
                     event = Received(sender, message)
-                if isinstance(message, self._collectives.messages):
-                    queue.extend(self._collectives.receive(message))
+                if isinstance(message, self.collectives.messages):
+                    queue.extend(self.collectives.receive(message))
                     return
             case PeerLost(peer=peer):
                 self._lost.add(peer)
                 if self._compressor is not None:
                     self._compressor.forget(peer)
-                queue.extend(self._collectives.lost(peer))
+                queue.extend(self.collectives.lost(peer))
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
                 if not self.host.virtual:
@@ -234,9 +234,9 @@ class Interpreter:
                     self._send(to, self._resolve(message, self._snapshots))
             case Reduce(tag=tag):
                 self._reducing[tag] = now
-                return self._collectives.reduce(self._resolve(effect, self._snapshots))
+                return self.collectives.reduce(self._resolve(effect, self._snapshots))
             case Broadcast(stream=stream, members=members, message=message):
-                self._collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))
+                self.collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))
             case SetTimer(name=name, seconds=seconds):
                 self.host.set_timer(name, seconds)
             case CancelTimer(name=name):

@@ -95,8 +95,9 @@ class NodeProcess:
         )
         self._memory = Memory(birth.directory, self.name)
         self._outbox = outbox(birth, node, context, self._memory)
-        self._lock = threading.Lock()
-        self._wanted = threading.Condition(self._lock)
+        #: held by whoever feeds the node
+        self.lock = threading.Lock()
+        self._wanted = threading.Condition(self.lock)
         self._compute: bool | None = None
         self._over = False
         self._failure: BaseException | None = None
@@ -116,7 +117,7 @@ class NodeProcess:
         machine, replica = plan.build(node, self._memory.empty, shared)
         recorder = plan.recorder(node, replica)
         # a record tells of the weights at every event, so nothing may change them in between
-        self._pool = Pool(plan.pool_threads, self._lock, self._fail) if recorder is None else None
+        self._pool = Pool(plan.pool_threads, self.lock, self.fail) if recorder is None else None
         self._interpreter = Interpreter(
             self.name,
             machine,
@@ -128,6 +129,16 @@ class NodeProcess:
             empty=self._memory.empty,
             collectives=birth.collectives,
         )
+
+    @property
+    def is_over(self) -> bool:
+        """It has been told to end, or has failed."""
+        return self._over
+
+    @property
+    def exchange(self) -> Exchange:
+        """The node's part in collectives."""
+        return self._interpreter.collectives
 
     # ---- what the interpreter asks for, always under the lock ----
 
@@ -189,7 +200,7 @@ class NodeProcess:
             self._failure = error
         if self._failure is not None:
             raise self._failure
-        with self._lock:
+        with self.lock:
             self._tell(control.Bye(self._interpreter.meter, self._interpreter.tracer.spans))
 
     def _train(self) -> None:
@@ -197,7 +208,7 @@ class NodeProcess:
         exchanged = 0.0
         gradient: Tensor | None = None
         while True:
-            with self._lock:
+            with self.lock:
                 while self._compute is None and not self._over:
                     self._wanted.wait()
                 if self._over:
@@ -210,7 +221,7 @@ class NodeProcess:
             seconds = time.monotonic() - start
             exchanged, before = self._link_seconds, exchanged
             ready = GradientReady(gradient, loss, samples, seconds, exchanged - before)
-            with self._lock:
+            with self.lock:
                 if self._over:
                     return
                 interpreter.feed(ready)
@@ -229,52 +240,57 @@ class NodeProcess:
                 self._fire_timers()
                 if time.monotonic() - alive_at >= ALIVE_SECONDS:
                     alive_at = time.monotonic()
-                    with self._lock:
+                    with self.lock:
                         self._tell(control.Alive())
                 self._link_seconds = time.thread_time()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _take_message(self) -> None:
         try:
             sender, message = self._inbox.receive()
         except WireError as error:
             print(f"refused: {error}", file=sys.stderr)
-            with self._lock:
+            with self.lock:
                 self._interpreter.meter.messages_refused += 1
             return
-        with self._lock:
-            event: Event
-            match message:
-                case control.Begin(members=members, addresses=addresses):
-                    self._began = time.monotonic()
-                    self._outbox.addresses |= addresses
-                    self._interpreter.feed(Started(members))
-                    for event in self._early:
-                        self._interpreter.feed(event)
-                    return
-                case control.Joined(peer=peer, role=role, address=address):
-                    if address:
-                        self._outbox.addresses[peer] = address
-                    event = PeerJoined(peer, role)
-                case control.Lost(peer=peer):
-                    self._outbox.forget(peer)
-                    self._inbox.forget(peer)
-                    event = PeerLost(peer)
-                case control.Stop(reason=reason):
-                    event = StopRequested(reason)
-                case control.End():
-                    self._end()
-                    return
-                case _:
-                    event = Received(sender, message)
-                    if self._began is None:
-                        self._early.append(event)
-                        return
-            self._interpreter.feed(event)
+        with self.lock:
+            self.receive(sender, message)
 
-    def _fail(self, error: Exception) -> None:
-        with self._lock:
+    def receive(self, sender: str, message: Message) -> None:
+        """Take a message in, under the lock."""
+        event: Event
+        match message:
+            case control.Begin(members=members, addresses=addresses):
+                self._began = time.monotonic()
+                self._outbox.addresses |= addresses
+                self._interpreter.feed(Started(members))
+                for event in self._early:
+                    self._interpreter.feed(event)
+                return
+            case control.Joined(peer=peer, role=role, address=address):
+                if address:
+                    self._outbox.addresses[peer] = address
+                event = PeerJoined(peer, role)
+            case control.Lost(peer=peer):
+                self._outbox.forget(peer)
+                self._inbox.forget(peer)
+                event = PeerLost(peer)
+            case control.Stop(reason=reason):
+                event = StopRequested(reason)
+            case control.End():
+                self._end()
+                return
+            case _:
+                event = Received(sender, message)
+                if self._began is None:
+                    self._early.append(event)
+                    return
+        self._interpreter.feed(event)
+
+    def fail(self, error: Exception) -> None:
+        """End as soon as possible, and raise that where the node runs."""
+        with self.lock:
             self._failure = error
             self._end()
 
@@ -283,11 +299,11 @@ class NodeProcess:
         self._wanted.notify()
 
     def _milliseconds_to_next_timer(self) -> int | None:
-        with self._lock:
+        with self.lock:
             return min(100, max(0, round((self._timers[0][0] - self.now()) * 1000) + 1)) if self._timers else 100
 
     def _fire_timers(self) -> None:
-        with self._lock:
+        with self.lock:
             while self._timers and self._timers[0][0] <= self.now():
                 _, name, setting = heapq.heappop(self._timers)
                 if self._settings[name] == setting:

@@ -1,0 +1,213 @@
+"""Broadcasts and reductions as Spark's own: jobs whose tasks go to the agents of their executors.
+
+A member offers what it gives to a reduction, and tells the driver so. When all have offered, the driver runs a
+treeAggregate whose tasks fetch the offers; its result goes to the root. A broadcast is a broadcast variable, which a
+task on each executor hands to the agent there, since a running task cannot be given one. Members and tasks meet at the
+agent's desk, a socket in its directory.
+
+A task that is sent to a wrong executor, or whose agent has died, comes back with nothing. Whoever lives and is missing
+then is asked again by the next job.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import zmq
+from torch import Tensor
+
+from tether.errors import WireError
+from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced, stream_of
+from tether.runtimes.collectives import Down, Up
+from tether.runtimes.driver import DRIVER
+from tether.runtimes.process import NodeProcess
+from tether.wire import Codec
+
+#: how long a task waits at a desk
+DESK_SECONDS = 20.0
+
+#: a sum: values, weight, and who is in it with the steps it told
+Sum = tuple[Any, float, dict[str, int]]
+
+
+class Opened(Message, frozen=True):
+    """Root to driver: a reduction can begin."""
+
+    tag: str
+    members: tuple[str, ...]
+
+
+class Offered(Message, frozen=True):
+    """Member to driver: its part of a reduction can be fetched."""
+
+    tag: str
+
+
+class Fetch(Message, frozen=True):
+    """Task to agent: what do you give to this reduction?"""
+
+    tag: str
+
+
+class Taken(Message, frozen=True):
+    """Agent to task: it has the broadcast."""
+
+
+class Nothing(Message, frozen=True):
+    """Agent to task: it has nothing of that name."""
+
+
+class Offers:
+    """One node's part in the exchanges."""
+
+    messages: tuple[type[Message], ...] = (Up, Down)
+
+    def __init__(self, node: str, send: Callable[[str, Message], Any], *_: Any) -> None:
+        self.node = node
+        self._send = send
+        #: the newest of each stream
+        self._offers: dict[str, Up] = {}
+        self._numbers: dict[str, int] = {}
+
+    def broadcast(self, effect: Broadcast) -> None:
+        number = self._numbers[effect.stream] = self._numbers.get(effect.stream, -1) + 1
+        self._send(DRIVER, Down(effect.stream, number, effect.members, (), effect.message))
+
+    def reduce(self, effect: Reduce) -> list[Event]:
+        if effect.members[0] == self.node:
+            self._send(DRIVER, Opened(effect.tag, effect.members))
+        elif effect.values is not None:
+            covers = {self.node: effect.steps}
+            offer = Up(effect.tag, effect.members, effect.values, effect.weight, covers)
+            self._offers[stream_of(effect.tag)] = offer
+            self._send(DRIVER, Offered(effect.tag))
+        return []
+
+    def receive(self, message: Any) -> list[Event]:
+        if isinstance(message, Up):
+            total = message.values if message.covers else None
+            contributors = tuple(sorted(message.covers))
+            steps = tuple(message.covers[name] for name in contributors)
+            return [Reduced(message.tag, total, message.weight, contributors, steps)]
+        if message.number <= self._numbers.get(message.stream, -1):
+            return []
+        self._numbers[message.stream] = message.number
+        return [Broadcasted(message.stream, message.members, message.message)]
+
+    def lost(self, peer: str) -> list[Event]:
+        return []
+
+    def offer(self, tag: str) -> Up | None:
+        """What a task shall be given."""
+        offer = self._offers.get(stream_of(tag))
+        return offer if offer is not None and offer.tag == tag else None
+
+
+class Desk:
+    """Where the tasks of an executor meet its agent."""
+
+    def __init__(self, process: NodeProcess, offers: Offers, directory: Path, types: Iterable[Any]) -> None:
+        self._process = process
+        self._offers = offers
+        self._codec = Codec([Fetch, *types])
+        self._over = threading.Event()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set_hwm(0)
+        self._socket.bind(_desk(directory))
+        self._thread = threading.Thread(target=self._serve, name="desk", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._context.destroy(linger=1000)
+
+    def _serve(self) -> None:
+        answers = Codec([Message])
+        while not self._over.is_set():
+            if self._socket.poll(100):
+                task, *frames = (frame.buffer for frame in self._socket.recv_multipart(copy=False))
+                with suppress(WireError):
+                    answer = self._answer(self._codec.decode(frames))
+                    self._socket.send_multipart([bytes(task), *answers.encode(answer)], copy=False)
+
+    def _answer(self, message: Message) -> Message:
+        with self._process.lock:
+            if isinstance(message, Fetch):
+                return self._offers.offer(message.tag) or Nothing()
+            self._process.receive(DRIVER, message)
+            return Taken()
+
+
+def _desk(directory: Path) -> str:
+    return f"ipc://{directory}/desk"
+
+
+# ---- what tasks do ---------------------------------------------------------------------------------------------------
+
+
+def ask(directory: str, frames: list[bytes]) -> Message | None:
+    """A question at a desk and the answer to it, if there is one."""
+    if not Path(directory, "desk").exists():
+        return None
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.set_hwm(0)
+        socket.connect(_desk(Path(directory)))
+        socket.send_multipart(frames, copy=False)
+        if not socket.poll(round(DESK_SECONDS * 1000)):
+            return None
+        answer: Message = Codec([Up, Taken, Nothing]).decode(
+            [frame.buffer for frame in socket.recv_multipart(copy=False)]
+        )
+        return answer
+
+
+def fetched(tag: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:
+    """For the agents of a partition, with their directories: what they offer, times its weight."""
+
+    def fetch(agents: Iterator[tuple[str, str]]) -> Iterator[Sum | None]:
+        frames = [bytes(frame) for frame in Codec([Message]).encode(Fetch(tag))]
+        for _, directory in agents:
+            offer = ask(directory, frames)
+            yield (
+                (_portable(offer.values * offer.weight), offer.weight, offer.covers) if isinstance(offer, Up) else None
+            )
+
+    return fetch
+
+
+def delivered(broadcast: Any) -> Callable[[Iterator[tuple[str, str]]], Iterator[str]]:
+    """For the agents of a partition: those that have taken the frames of a broadcast variable."""
+
+    def deliver(agents: Iterator[tuple[str, str]]) -> Iterator[str]:
+        for name, directory in agents:
+            if isinstance(ask(directory, broadcast.value), Taken):
+                yield name
+
+    return deliver
+
+
+def add(one: Sum | None, other: Sum | None) -> Sum | None:
+    """The sum of two sums; the first is used up."""
+    if one is None or other is None:
+        return one or other
+    values = one[0]
+    values += other[0]
+    return values, one[1] + other[1], one[2] | other[2]
+
+
+def _portable(values: Tensor) -> Any:
+    """As Spark carries it with the fewest copies: an array, for the types that there are arrays of."""
+    return values if values.dtype is torch.bfloat16 else values.numpy()
+
+
+def tensor(values: Any) -> Tensor:
+    return torch.from_numpy(values) if isinstance(values, np.ndarray) else values

