@@ -1,6 +1,9 @@
-"""What all tests share: hypothesis draws the same examples every time, and transcripts can be written anew."""
+"""What all tests share: repeatable examples of hypothesis, transcripts that can be written anew, one Spark session."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -11,3 +14,14 @@ settings.load_profile("repeatable")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-transcripts", action="store_true", help="write tests/transcripts/*.txt anew")
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[Any]:
+    """A cluster of three executors on this machine, which takes half a minute to start: all tests share it."""
+    pytest.importorskip("pyspark", reason="pyspark is not installed")
+    from tether.runtimes import jvm
+
+    session = jvm.session("local-cluster[3,3,1024]")
+    yield session
+    session.stop()

