@@ -8,6 +8,7 @@ from tether.run import Result, resume, run
 from tether.runtimes.faults import Faults
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
+from tether.runtimes.spark import Spark
 from tether.task import Task
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "Server",
     "Sim",
     "Single",
+    "Spark",
     "Stalled",
     "StepTime",
     "Task",

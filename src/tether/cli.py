@@ -23,6 +23,7 @@ from tether.runtimes.base import Runtime
 from tether.runtimes.faults import Faults
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
+from tether.runtimes.spark import Spark
 
 app = typer.Typer(
     name="tether",
@@ -40,6 +41,10 @@ RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run director
 JsonOption = Annotated[bool, typer.Option("--json", help="Print exactly one JSON object on standard output.")]
 DataOption = Annotated[Path | None, typer.Option("--data", help="The task's data: a folder or file.")]
 WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="How many workers.")]
+MasterOption = Annotated[
+    str | None,
+    typer.Option(help="spark: the cluster, such as spark://HOST:7077; a small one on this machine unless given."),
+]
 EpochsOption = Annotated[
     float | None,
     typer.Option(help="Passes over the data, by all workers together; the task's own number unless given."),
@@ -65,8 +70,9 @@ PatienceOption = Annotated[
 def train(
     task: TaskArgument,
     protocol: Annotated[str, typer.Option("--protocol", "-p", help="How workers agree.")] = "averaging",
-    on: Annotated[str, typer.Option(help="Where to run: local or sim.")] = "local",
+    on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
     workers: WorkersOption = None,
+    master: MasterOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
@@ -100,7 +106,8 @@ def train(
         "model_bytes": model_bytes,
         "faults": Faults.load(faults) if faults else None,
     }
-    runtime = _runtime(on, workers, options, {name: value for name, value in only_sim.items() if value is not None})
+    given = {name: value for name, value in only_sim.items() if value is not None}
+    runtime = _runtime(on, workers, master, options, given)
     result = run(
         built,
         options,
@@ -126,6 +133,7 @@ def train(
 def resume_(
     run_dir: RunArgument,
     workers: WorkersOption = None,
+    master: MasterOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
@@ -135,7 +143,14 @@ def resume_(
 ) -> None:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     result = resume(
-        run_dir, workers=workers, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience
+        run_dir,
+        workers=workers,
+        master=master,
+        epochs=epochs,
+        steps=steps,
+        until=until,
+        seconds=seconds,
+        patience=patience,
     )
     _show(result, as_json)
 
@@ -343,7 +358,7 @@ def tune_(
     options = cls(**settings.arguments(cls, f"protocol {protocol}", protocol_settings))
     only_sim = {"link": link, "latency": latency, "step_seconds": step_seconds, "model_bytes": model_bytes}
     only_sim = {name: value for name, value in only_sim.items() if value is not None}
-    runtime = _runtime(on, workers, options, {**only_sim, "checked": False} if on == "sim" else only_sim)
+    runtime = _runtime(on, workers, None, options, {**only_sim, "checked": False} if on == "sim" else only_sim)
     place = data.absolute() if data else None
     found = tune.tune(
         tasks.load(task, data=data, settings=task_settings),
@@ -436,15 +451,19 @@ def _split_settings(texts: list[str], protocol: type[Options], task: str) -> tup
     return for_protocol, for_task
 
 
-def _runtime(on: str, workers: int | None, protocol: Options, only_sim: dict[str, Any]) -> Runtime:
-    if on not in ("local", "sim"):
-        raise unknown("runtime", on, ("local", "sim"))
+def _runtime(on: str, workers: int | None, master: str | None, protocol: Options, only_sim: dict[str, Any]) -> Runtime:
+    if on not in ("local", "sim", "spark"):
+        raise unknown("runtime", on, ("local", "sim", "spark"))
     count = workers if workers is not None else protocol.workers_max or 2
     if on == "sim":
         return Sim(workers=count, **only_sim)
     if only_sim:
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
         raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
+    if on == "spark":
+        return Spark.at(master, count)
+    if master is not None:
+        raise UsageError("--master: only a Spark cluster has that; add --on spark")
     return Local(workers=count)
 
 

@@ -181,6 +181,8 @@ class RunPlan:
     notes: tuple[str, ...] = ()
     directory: RunDirectory | None = None
     _data: Any = field(default=None, repr=False)
+    #: what was brought to this node
+    _part: Any = field(default=None, repr=False)
 
     @staticmethod
     def make(task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None) -> RunPlan:
@@ -283,13 +285,24 @@ class RunPlan:
         )
         return self.protocol.machine(seat), replica
 
+    @property
+    def source(self) -> Any:
+        return self.task.source
+
+    def bring(self, data: Any) -> None:
+        self._part = data
+
     def _batches(self, node: Node) -> Any:
         if not node.computes:
             return iter(())
-        if self._data is None:
-            self._data = self.task.train_data()
         first = self.schedule.first_samples
-        batches = Batches(self.task, self._data, seed=self.seed, index=node.index, count=self.workers, first=first)
+        if self._part is not None:
+            seed = self.seed * 1_000_003 + node.index
+            batches = Batches(self.task, self._part, seed=seed, first=first // self.workers)
+        else:
+            if self._data is None:
+                self._data = self.task.train_data()
+            batches = Batches(self.task, self._data, seed=self.seed, index=node.index, count=self.workers, first=first)
         return batches if batches.in_memory or self.virtual else Prefetched(batches)
 
     def log(self, name: str) -> IO[bytes] | None:

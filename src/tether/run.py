@@ -25,6 +25,7 @@ from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Outcome, Runtime
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
+from tether.runtimes.spark import Spark
 from tether.task import Task
 from tether.tasks import load as load_task
 from tether.trace import relative_error, write_chrome_trace
@@ -114,6 +115,7 @@ def resume(
     task: Task | None = None,
     *,
     workers: int | None = None,
+    master: str | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     until: str | None = None,
@@ -125,6 +127,7 @@ def resume(
 
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
+    master: of a run on Spark: another cluster than before. A session that there is already is used as it is.
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on.
     """
     directory = RunDirectory.open(Path(run_dir))
@@ -133,6 +136,10 @@ def resume(
     if restored is None:
         raise UsageError(f"{directory.path} has no checkpoint to continue from: start the run again")
     _refuse_if_running(directory, config)
+    if master is not None:
+        if config["runtime"]["name"] != "spark":
+            raise UsageError(f"master: {directory.path} was no run on Spark")
+        config["runtime"]["master"] = master
     task, protocol, on, request = _reopen(config, task, workers)
     request = replace(request, record=False)  # a record begins at the beginning
     if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
@@ -167,8 +174,8 @@ def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> t
         task = load_task(spec["spec"], data=Path(spec["data"]) if spec["data"] else None, settings=spec["settings"])
     protocol = _protocol(config["protocol"])
     described = dict(config["runtime"])
-    kind = {"local": Local, "sim": Sim}[described.pop("name")]
-    on: Runtime = kind(workers=workers if workers is not None else config["workers"], **described)
+    kinds: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
+    on = kinds[described.pop("name")](workers=workers if workers is not None else config["workers"], **described)
     return task, protocol, on, Request(**config["request"])
 
 

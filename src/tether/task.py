@@ -34,6 +34,8 @@ class Task:
     epochs: float = 5
     #: end after so many evaluations without a better metric, unless a run says how long it goes
     patience: int | None = None
+    #: what brings each worker a part of the data of its own, where a runtime can; else `train_data` has all of it
+    source: Any = None
 
     @property
     def name(self) -> str:

@@ -18,21 +18,30 @@ import shutil
 import socket
 import tempfile
 import threading
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import zmq
 
 from tether.errors import RunError
 from tether.machine import Node
+from tether.runtimes import control
+from tether.runtimes.driver import DRIVER
 from tether.runtimes.exchange import Desk, Offers
-from tether.runtimes.process import Birth, NodeProcess, live, message_types
+from tether.runtimes.feed import Intake
+from tether.runtimes.link import Outbox
+from tether.runtimes.process import Birth, NodeProcess, live, message_types, outbox
+from tether.store import Field
 
 NONCE_BYTES = 32
 #: how long the two ends of a lifeline wait for each other's first words
 GREETING_SECONDS = 30.0
+#: how often the driver is told of rows that come in
+TELL_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -73,32 +82,43 @@ class Fenced(msgspec.Struct, frozen=True, array_like=True, tag=True):
 Answer = Welcome | Fenced
 
 
-def be_agent(index: int, birth: Birth, meeting: Meeting) -> str:
+@dataclass(frozen=True)
+class Feeding:
+    """What rows an agent is brought, and how much of its memory they may take."""
+
+    fields: tuple[Field, ...]
+    memory_mb: float
+
+
+def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None) -> str:
     """Be the node that the driver says, until the run is over; the name it had."""
-    directory = Path(tempfile.mkdtemp(prefix="tether-"))
-    try:
-        with socket.create_connection((meeting.host, meeting.port), GREETING_SECONDS) as lifeline:
-            host = lifeline.getsockname()[0]
-            birth = replace(birth, directory=directory, host=host)
-            answer = _greet(lifeline, meeting, Here(index, os.getpid(), str(directory), host, 0))
-            if isinstance(answer, Fenced):
-                return ""
-            lifeline.settimeout(None)
-            given_up = threading.Event()
-            with ExitStack() as at_the_end:
+    with ExitStack() as at_the_end:
+        directory = Path(tempfile.mkdtemp(prefix="tether-"))
+        at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
+        address = (meeting.host, meeting.port)
+        lifeline = at_the_end.enter_context(socket.create_connection(address, GREETING_SECONDS))
+        host = lifeline.getsockname()[0]
+        birth = replace(birth, directory=directory, host=host)
+        meal = at_the_end.enter_context(_Meal(feeding, meeting.secret, host)) if feeding else None
+        here = Here(index, os.getpid(), str(directory), host, meal.intake.port if meal else 0)
+        answer = _greet(lifeline, meeting, here)
+        if isinstance(answer, Fenced):
+            return ""
+        node = answer.node
+        if meal is not None:
+            birth.plan.bring(meal.eat(birth, node))
+        given_up = threading.Event()
 
-                def follow(process: NodeProcess) -> None:
-                    threading.Thread(target=_follow, args=(lifeline, process, given_up), daemon=True).start()
-                    if isinstance(process.exchange, Offers):
-                        types = message_types(birth.plan.messages, compressed=False)
-                        at_the_end.callback(Desk(process, process.exchange, directory, types).close)
+        def follow(process: NodeProcess) -> None:
+            threading.Thread(target=_follow, args=(lifeline, process, given_up), daemon=True).start()
+            if isinstance(process.exchange, Offers):
+                types = message_types(birth.plan.messages, compressed=False)
+                at_the_end.callback(Desk(process, process.exchange, directory, types).close)
 
-                live(birth, answer.node, zmq.Context(), follow)
-            if given_up.is_set():
-                raise RunError(f"{answer.node.name} was given up by its driver")  # so that Spark starts another
-            return answer.node.name
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        live(birth, node, zmq.Context(), follow)
+        if given_up.is_set():
+            raise RunError(f"{node.name} was given up by its driver")  # so that Spark starts another
+        return node.name
 
 
 def _greet(lifeline: socket.socket, meeting: Meeting, here: Here) -> Answer:
@@ -108,7 +128,36 @@ def _greet(lifeline: socket.socket, meeting: Meeting, here: Here) -> Answer:
     lifeline.sendall(framed(meeting.sign(nonce, text) + text))
     length = int.from_bytes(stream.read(4), "big")
     answer: Answer = msgspec.msgpack.decode(stream.read(length), type=Answer)
+    lifeline.settimeout(None)
     return answer
+
+
+class _Meal:
+    """The rows that an agent is brought; the driver is told how they come."""
+
+    def __init__(self, feeding: Feeding, secret: bytes, host: str) -> None:
+        memory_mb = feeding.memory_mb
+        self.intake = Intake(feeding.fields, secret, host=host, memory_mb=memory_mb, progress=self._progress)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._outbox: Outbox | None = None
+        self._told_at = time.monotonic()
+
+    def eat(self, birth: Birth, node: Node) -> Any:
+        """All of them, once they are there."""
+        self._outbox = outbox(birth, node, self._context)
+        return self.intake.wait()
+
+    def _progress(self, rows: int, size: int) -> None:
+        if self._outbox is not None and time.monotonic() - self._told_at >= TELL_SECONDS:
+            self._told_at = time.monotonic()
+            self._outbox.send(DRIVER, control.Note(f"{rows:,} rows, {size / 1e6:,.0f} MB have come"))
+
+    def __enter__(self) -> _Meal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.intake.close()
+        self._context.destroy(linger=0)
 
 
 def _follow(lifeline: socket.socket, process: NodeProcess, given_up: threading.Event) -> None:

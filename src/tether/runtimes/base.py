@@ -67,6 +67,15 @@ class Plan(Protocol):
         """
         ...
 
+    @property
+    def source(self) -> Any:
+        """What brings each worker a part of the data of its own; None if all read the same."""
+        ...
+
+    def bring(self, data: Any) -> None:
+        """Give the node of this process its own part of the data, before it is built."""
+        ...
+
     def log(self, name: str) -> IO[bytes] | None:
         """A file for what a process prints."""
         ...

@@ -23,6 +23,12 @@ class Alive(Message, frozen=True):
     """The node's link is awake."""
 
 
+class Note(Message, frozen=True):
+    """Something a person should know."""
+
+    text: str
+
+
 class Report(Message, frozen=True):
     """The node's figures so far."""
 
@@ -117,5 +123,5 @@ class End(Message, frozen=True):
     """The run is over."""
 
 
-FROM_NODE = (Hello, Alive, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
+FROM_NODE = (Hello, Alive, Note, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
 FROM_DRIVER = (Begin, Joined, Lost, Stop, End)

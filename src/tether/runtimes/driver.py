@@ -125,7 +125,7 @@ class Driver:
         self._bereft_until = math.inf
         #: when each process was last heard of, and when that was last looked at
         self._heard: dict[str, float] = {}
-        self._watched_at = time.monotonic()
+        self._watched_at = self._heard_at = time.monotonic()
 
     def run(self, crews: Iterable[tuple[Crew, list[Node]]]) -> Outcome:
         """From the start of the processes to the end of the run; each crew has some of the nodes."""
@@ -187,9 +187,9 @@ class Driver:
             self._outbox.send(name, message)
 
     def _await(self, done: Callable[[], bool], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
+        self._heard_at = time.monotonic()
         while not done():
-            if time.monotonic() > deadline:
+            if time.monotonic() > self._heard_at + seconds:
                 missing = sorted(self._living - self._said_hello)
                 raise RunError(f"{', '.join(missing)} did not come up within {seconds:g} s{self._output(missing[0])}")
             self._turn(0.1)
@@ -229,12 +229,14 @@ class Driver:
             return
         if sender not in self._living:
             return  # it is of somebody who is dead for all others
-        observer = self._observer
+        observer, self._heard_at = self._observer, time.monotonic()
         if self._heard.get(sender) != math.inf:
             self._heard[sender] = time.monotonic()
         match message:
             case control.Hello(address=address):
                 self._welcome(sender, address)
+            case control.Note(text=text):
+                observer.note(f"{sender}: {text}")
             case control.Report(meter=meter, now=now):
                 self._meters[sender] = meter
                 observer.meter(meter, now)

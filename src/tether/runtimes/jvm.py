@@ -65,18 +65,21 @@ logger.gateway.level = fatal
 """
 
 
-def session(master: str = "local-cluster[3,3,1024]", settings: dict[str, str] | None = None) -> SparkSession:
+def session(master: str | None = "local-cluster[3,3,1024]", settings: dict[str, str] | None = None) -> SparkSession:
     """A session with what the Spark runtime needs, or the one there is; it ends with the process.
 
     `local-cluster[executors,cores,megabytes]` is a whole cluster on this machine, started here: no Java need be
     installed, and its executors have the interpreter and the modules of the caller. Any other master is a cluster that
-    is there already, whose executors bring their own. `settings` are Spark's, and win over those made here.
+    is there already, whose executors bring their own; None is whatever `spark-submit` was given. `settings` are
+    Spark's, and win over those made here.
     """
     _import_pyspark()
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.master(master).appName("tether")
-    for name, value in {**_settings(master), **(settings or {})}.items():
+    builder = SparkSession.builder.appName("tether")
+    if master is not None:
+        builder = builder.master(master)
+    for name, value in {**_settings(master or ""), **(settings or {})}.items():
         builder = builder.config(name, value)
     return builder.getOrCreate()
 

@@ -28,7 +28,7 @@ import torch
 from tether.errors import RunError, UsageError
 from tether.machine import Message, Node
 from tether.runtimes import exchange, jvm
-from tether.runtimes.agent import NONCE_BYTES, Fenced, Here, Meeting, Welcome, be_agent, framed
+from tether.runtimes.agent import NONCE_BYTES, Feeding, Fenced, Here, Meeting, Welcome, be_agent, framed
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Collectives, Down, Up
 from tether.runtimes.driver import Came, Died, Driver
@@ -61,6 +61,8 @@ class Spark:
     restarts: int = 3
     #: an agent that has shown no sign of life for so long is given up
     hung_seconds: float = 60.0
+    #: how much of an agent's memory the rows of a DataFrame may take; more of them go to the executor's local disk
+    memory_mb: float = 1024
 
     name = "spark"
     virtual = False
@@ -73,6 +75,17 @@ class Spark:
             raise UsageError(
                 f"restarts must be at least 0 and hung_seconds at least 2, not {self.restarts} and {self.hung_seconds}"
             )
+
+    @staticmethod
+    def at(master: str | None, workers: int = 2, **settings: Any) -> Spark:
+        """On the session that there is, or else on a new one.
+
+        Without a master, what `spark-submit` was given counts; without that, as many executors as workers are started
+        on this machine.
+        """
+        if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
+            master = f"local-cluster[{workers},{jvm.CORES_MIN + 1},1024]"
+        return Spark(jvm.session(master), workers, **settings)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         if plan.shares:
@@ -94,6 +107,7 @@ class Spark:
             "threads": self.threads,
             "restarts": self.restarts,
             "hung_seconds": self.hung_seconds,
+            "memory_mb": self.memory_mb,
         }
 
 
@@ -115,7 +129,9 @@ class SparkDriver(Driver):
             collectives=Offers if self._by_jobs else Collectives,
         )
         self._children = Children(birth)
-        self._agents = Agents(settings.session, birth, self.address)
+        source = plan.source
+        feeding = Feeding(source.fields, settings.memory_mb) if source is not None else None
+        self._agents = Agents(settings.session, birth, self.address, feeding, self._feed)
         self._jobs = Jobs(settings.session, self._agents, observer.note)
         self._codec = Codec([Message])
         #: reductions: who takes part, and who has offered so far
@@ -131,6 +147,11 @@ class SparkDriver(Driver):
     def close(self) -> None:
         self._jobs.close()
         super().close()
+
+    def _feed(self, only: list[int] | None) -> None:
+        """Have the agents, or some of them, brought their parts of the data, by a job beside all others."""
+        addresses, secret = self._agents.intakes(), self._agents.meeting.secret
+        self._jobs.submit(partial(self._plan.source.feed, addresses, secret, only), lambda rows: None)
 
     def _turn(self, seconds: float) -> None:
         super()._turn(seconds)
@@ -185,14 +206,25 @@ class _Agent:
 class Agents:
     """A crew of agents: the tasks of one long job, one on each executor."""
 
-    def __init__(self, session: SparkSession, birth: Birth, driver: str) -> None:
+    def __init__(
+        self,
+        session: SparkSession,
+        birth: Birth,
+        driver: str,
+        feeding: Feeding | None,
+        feed: Callable[[list[int] | None], None],
+    ) -> None:
+        """`driver` is the address of the driver's inbox. `feed` has data brought to all agents, or to some."""
         self._context = session.sparkContext
         self._session = session
         self._birth = birth
         self._driver = driver
+        self._feeding = feeding
+        self._feed = feed
+        self._fed = False
         self._group = f"tether agents {uuid.uuid4().hex[:8]}"
         self._listener = socket.create_server((birth.host, 0))
-        self._meeting = Meeting(birth.host, self._listener.getsockname()[1], secrets.token_bytes(32))
+        self.meeting = Meeting(birth.host, self._listener.getsockname()[1], secrets.token_bytes(32))
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         #: wakes the driver up for what happens in other threads
@@ -214,10 +246,10 @@ class Agents:
 
         self._places = {node.index: node for node in nodes}
         birth = replace(self._birth, driver=self._driver)
-        meeting = self._meeting
+        meeting, feeding = self.meeting, self._feeding
 
         def agents(index: int, _: Any) -> Iterable[str]:
-            yield be_agent(index, birth, meeting)
+            yield be_agent(index, birth, meeting, feeding)
 
         def work() -> None:
             self._context.setJobGroup(self._group, "the agents of a run", interruptOnCancel=True)
@@ -317,7 +349,7 @@ class Agents:
             here = msgspec.msgpack.decode(text, type=Here)
         except msgspec.MsgspecError:
             here = None
-        if here is None or not hmac.compare_digest(signature, self._meeting.sign(nonce, text)):
+        if here is None or not hmac.compare_digest(signature, self.meeting.sign(nonce, text)):
             self._send_away(lifeline)
             return
         node = self._places.get(here.index)
@@ -330,6 +362,9 @@ class Agents:
         if node.life > 1:
             self._news.append(Came(node))
         lifeline.send(framed(msgspec.msgpack.encode(Welcome(node))))
+        if self._feeding is not None and (self._fed or len(self.living) == len(self._places)):
+            self._feed([here.index] if self._fed else None)
+            self._fed = True
 
     def _send_away(self, stranger: socket.socket) -> None:
         self._selector.unregister(stranger)
@@ -345,6 +380,11 @@ class Agents:
         self._news.append(Died(agent.node.name, how, replaced=True))
 
     # ---- where they are ----
+
+    def intakes(self) -> list[tuple[str, int]]:
+        """Where each place's agent takes in data; nowhere, if there is none."""
+        found = {agent.node.index: (agent.here.host, agent.here.port) for agent in self.living.values()}
+        return [found.get(index, ("", 0)) for index in sorted(self._places)]
 
     def locations(self) -> dict[str, tuple[str, str]]:
         """Of each living agent: its executor, as Spark's scheduler names it, and its directory."""
