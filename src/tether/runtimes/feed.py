@@ -150,7 +150,7 @@ class Source:
             rows = rows.sample(fraction=min(1.0, 1.2 * rows_max / self.rows + 1e-6), seed=seed).limit(rows_max)
         store = Store(self.fields, memory_mb=math.inf)
         for batch in rows.toArrow().to_batches():
-            store.add(_arrays(batch, self.fields))
+            store.add([array_of(column, field) for column, field in zip(batch.columns, self.fields, strict=True)])
         return store.dataset()
 
     def _deal(self, parts: int) -> RDD[bytes]:
@@ -376,12 +376,13 @@ def _send(
             return
         writer, rows = pyarrow.ipc.new_stream(file, wire), 0
         for batch in batches:
-            arrays = _arrays(pyarrow.ipc.read_record_batch(pyarrow.py_buffer(batch), given), fields)
+            came = pyarrow.ipc.read_record_batch(pyarrow.py_buffer(batch), given)
+            raw = [pyarrow.py_buffer(array_of(*pair)) for pair in zip(came.columns, fields, strict=True)]
             columns = [
-                pyarrow.FixedSizeBinaryArray.from_buffers(kind.type, len(array), [None, pyarrow.py_buffer(array)])
-                for kind, array in zip(wire, arrays, strict=True)
+                pyarrow.FixedSizeBinaryArray.from_buffers(kind.type, len(came), [None, buffer])
+                for kind, buffer in zip(wire, raw, strict=True)
             ]
-            rows += len(arrays[0])
+            rows += len(came)
             try:
                 writer.write_batch(pyarrow.record_batch(columns, schema=wire))
             except OSError:
@@ -413,27 +414,18 @@ def _wire_schema(fields: Sequence[Field]) -> Any:
     return pyarrow.schema([(field.name, pyarrow.binary(field.row_bytes)) for field in fields])
 
 
-def _arrays(batch: Any, fields: Sequence[Field]) -> list[Array]:
-    """The columns of a batch as arrays of rows, without a copy where Arrow has them in one piece."""
-    arrays = []
-    for field, column in zip(fields, batch.columns, strict=True):
-        if not field.shape:
-            array = column.to_numpy(zero_copy_only=False)
-        else:
-            lengths = np.diff(
-                np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
-            )
-            if column.null_count or (lengths != math.prod(field.shape)).any():
-                raise UsageError(
-                    f"rows of {field.name!r} are not what they were when they were checked: cache the frame"
-                )
-            if field.dtype == "uint8":
-                first = np.frombuffer(column.buffers()[1], np.int32)[column.offset]
-                array = np.frombuffer(column.buffers()[2], np.uint8, int(lengths.sum()), first)
-            else:
-                array = column.flatten().to_numpy(zero_copy_only=False)
-        arrays.append(np.ascontiguousarray(array).reshape(len(column), *field.shape))
-    return arrays
+def array_of(column: Any, field: Field) -> Array:
+    """A column of Arrow as an array of rows, without a copy where it is in one piece."""
+    if not field.shape:
+        return np.ascontiguousarray(column.to_numpy(zero_copy_only=False))
+    ends = np.frombuffer(column.buffers()[1], np.int32)[column.offset : column.offset + len(column) + 1]
+    if column.null_count or (np.diff(ends) != math.prod(field.shape)).any():
+        raise UsageError(f"rows of {field.name!r} are null, or have another shape than {field.shape}")
+    if field.dtype == "uint8":
+        flat = np.frombuffer(column.buffers()[2], np.uint8)[ends[0] : ends[-1]]
+    else:
+        flat = column.flatten().to_numpy(zero_copy_only=False)
+    return flat.reshape(len(column), *field.shape)
 
 
 def _answer(token: bytes, challenge: bytes) -> bytes:

@@ -147,8 +147,8 @@ def _import_pyspark() -> None:
         import pyspark
     except ImportError:
         raise missing_extra("pyspark", "spark") from None
-    if int(pyspark.__version__.partition(".")[0]) < 4:
-        raise UsageError(f"pyspark {pyspark.__version__} is too old: pip install 'tether[spark]' brings 4 or later")
+    if tuple(map(int, pyspark.__version__.split(".")[:2])) < (4, 1):
+        raise UsageError(f"pyspark {pyspark.__version__} is too old: pip install 'tether[spark]' brings 4.1 or later")
 
 
 def _settings(master: str) -> dict[str, str]:
