@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tether import allreduce, comparison, scaleup, survival, tasks
+from tether import allreduce, comparison, exchanges, scaleup, survival, tasks
 from tether.errors import unknown
 from tether.learner import build_model
 from tether.plan import Request
@@ -219,6 +219,7 @@ def named(name: str) -> Callable[..., Report]:
         "grid": allreduce.grid,
         "overhead": overhead,
         "rudra": rudra,
+        "spark": exchanges.spark,
         "sim": simulator,
         "mpca": comparison.mpca,
         "scaleup": scaleup.scaleup,

@@ -157,6 +157,8 @@ def _settings(master: str) -> dict[str, str]:
         "spark.locality.wait": "500ms",  # exchange tasks go where their agent is, or soon elsewhere
         "spark.task.maxFailures": "16",  # an agent may be killed more often than Spark expects of a task
         "spark.broadcast.compress": "false",  # weights do not get smaller
+        "spark.driver.memory": "4g",  # a reduction of a large model ends there, several times as large on its way
+        "spark.driver.maxResultSize": "0",
         "spark.dynamicAllocation.enabled": "false",
         "spark.speculation": "false",
         "spark.ui.enabled": "false",
@@ -167,6 +169,7 @@ def _settings(master: str) -> dict[str, str]:
     home = _home()
     os.environ.setdefault("SPARK_HOME", str(home))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
     script = str(home / "agent.sh")
     hasty = "-XX:TieredStopAtLevel=1"  # the JVMs share this machine's cores: up in 16 s instead of 27 s on two of them
     return {

@@ -1,0 +1,165 @@
+"""What exchanges on a Spark cluster cost, after section 5 of the MPCA SGD paper.
+
+The executors are processes of this machine. A worker's step is mostly waiting, as for a GPU, so that the few processors
+there are do the exchanges. Systems are measured in turns, and ratios taken within a turn.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from tether.machine import Row
+from tether.plan import Request, RunPlan
+from tether.progress import make_progress
+from tether.protocols import Averaging, Mpca, Options
+from tether.run import run
+from tether.runtimes import jvm
+from tether.runtimes.spark import Spark
+from tether.swarm import Nobody
+from tether.task import Task
+
+Report = dict[str, Any]
+
+WORKERS = 3
+MASTER = "local-cluster[3,3,2048]"
+#: periods of an exchange that are measured, after so many that are not
+PERIODS, WARM_UP = 4, 2
+STEP_SECONDS = 0.1
+BARE, MPCA, AVERAGING = "bare broadcast and treeAggregate", "mpca", "averaging"
+
+
+class Waiting(Task):
+    """A model of a given size whose steps are waiting."""
+
+    batch_size = 1
+
+    def __init__(self, megabytes: float, seconds: float) -> None:
+        self.values = round(megabytes * 1e6 / 4)
+        self.seconds = seconds
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.register_parameter("ballast", nn.Parameter(torch.zeros(self.values - 1)))
+        model.register_parameter("weight", nn.Parameter(torch.ones(1)))
+        return model
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([model.get_parameter("weight")], lr=0.01)
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(torch.zeros(1000, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        time.sleep(self.seconds)
+        return model.get_parameter("weight").square().sum()
+
+
+class Periods(Nobody):
+    """Notes when the joint model was renewed, piece by piece, and ends the run when that has been often enough."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, list[float]] = defaultdict(list)
+
+    def record(self, node: str, values: Row, now: float) -> None:
+        if "round" in values or "shard" in values:
+            self._times[int(str(values.get("shard", 0)))].append(now)
+
+    def stop_requested(self) -> str | None:
+        enough = self._times and min(len(times) for times in self._times.values()) > WARM_UP + PERIODS
+        return "measured" if enough else None
+
+    def seconds(self) -> float:
+        """Between two renewals of the whole."""
+        return statistics.median(
+            (times[-1] - times[WARM_UP]) / (len(times) - 1 - WARM_UP) for times in self._times.values()
+        )
+
+
+def spark(megabytes: Iterable[float] = (7.0, 30.0, 100.0), rounds: int = 5, steps: int = 300) -> Report:
+    """A whole exchange by mpca and by averaging against Spark's bare primitives; what exchanges leave of training."""
+    session = jvm.session(MASTER)
+    on = Spark(session, WORKERS)
+    rows: list[Row] = []
+    ratios: dict[str, float] = {}
+    for size in megabytes:
+        found: dict[str, list[float]] = {BARE: [], MPCA: [], AVERAGING: []}
+        for round_ in range(rounds):
+            found[BARE].append(_bare(session, size))
+            found[MPCA].append(_period(size, Mpca(exchange_share=1.0, free_steps=0), on))
+            found[AVERAGING].append(_period(size, Averaging(tau=1), on))
+            told = ", ".join(f"{name} {seconds[-1]:.2f} s" for name, seconds in found.items())
+            print(f"{size:g} MB, {round_ + 1}/{rounds}: {told}", file=sys.stderr)
+        rows += [{"what": name, "MB": size, "seconds": statistics.median(taken)} for name, taken in found.items()]
+        ratios[f"mpca over bare, {size:g} MB"] = _ratio(found[MPCA], found[BARE])
+        ratios[f"mpca over averaging, {size:g} MB"] = _ratio(found[MPCA], found[AVERAGING])
+    shares: dict[str, list[float]] = {"alone": [], MPCA: []}
+    for _ in range(rounds):
+        for name, protocol in (("alone", Averaging(tau=steps)), (MPCA, Mpca())):
+            shares[name].append(_utilization(protocol, on, steps))
+    rows += [{"what": f"computing, {name}", "MB": 20.0, "share": statistics.median(s)} for name, s in shares.items()]
+    ratios["utilization of mpca over that without exchanges, 20 MB"] = _ratio(shares[MPCA], shares["alone"])
+    columns = ("what", "MB", "seconds", "share")
+    rows = [{column: row.get(column) for column in columns} for row in rows]  # type: ignore[misc]
+    return {"bench": "spark", "rounds": rounds, "rows": rows, "ratios": ratios}
+
+
+def _bare(session: Any, megabytes: float) -> float:
+    """Seconds of one broadcast to all executors and one sum of as many bytes of each, by the shortest way."""
+    context = session.sparkContext
+    count = round(megabytes * 1e6 / 4)
+    places = context.parallelize(range(WORKERS), WORKERS)
+
+    def add(one: Any, other: Any) -> Any:
+        if one is None:
+            return other
+        one += other
+        return one
+
+    taken = []
+    for _ in range(1 + PERIODS):
+        begun = time.monotonic()
+        variable = context.broadcast([np.ones(count, np.float32).tobytes()])
+        places.map(lambda _, variable=variable: len(variable.value[0])).collect()
+        places.map(lambda _, count=count: np.ones(count, np.float32)).treeAggregate(None, add, add)
+        taken.append(time.monotonic() - begun)
+        variable.destroy()
+    return statistics.median(taken[1:])
+
+
+def _period(megabytes: float, protocol: Options, on: Spark) -> float:
+    periods = Periods()
+    request = Request(steps=10**9, evaluate_every=1e9, checkpoint_seconds=1e9, trace=False)
+    on.execute(RunPlan.make(Waiting(megabytes, STEP_SECONDS), protocol, on, request, None), periods)
+    return periods.seconds()
+
+
+def _utilization(protocol: Options, on: Spark, steps: int) -> float:
+    """How much of their time workers with a model of 20 MB compute."""
+    with tempfile.TemporaryDirectory() as directory:
+        result = run(
+            Waiting(20.0, STEP_SECONDS),
+            protocol,
+            on,
+            steps=steps,
+            evaluate_every=1e9,
+            run_dir=Path(directory) / "run",
+            trace=False,
+            progress=make_progress(quiet=True),
+        )
+    return float(result.figures["utilization"]["mean"])
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
