@@ -4,13 +4,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint spin clean
+.PHONY: demo test test-spark lint spin clean
 
 demo: $(READY)
 	@$(BIN)/tether demo
 
 test: lint spin
 	@$(BIN)/python -m pytest
+
+test-spark: $(READY)
+	@$(BIN)/python -m pytest -m spark
 
 lint: $(READY)
 	@$(BIN)/ruff format --check --quiet .

@@ -129,10 +129,12 @@ class Driver:
 
     def run(self, crews: Iterable[tuple[Crew, list[Node]]]) -> Outcome:
         """From the start of the processes to the end of the run; each crew has some of the nodes."""
+        crews = list(crews)
         for crew, nodes in crews:
             self._poller.register(crew.fileno(), zmq.POLLIN)
             self._crews |= {node.name: crew for node in nodes}
             self._living |= {node.name for node in nodes}
+        for crew, nodes in crews:
             crew.start(nodes)
         self._await(self._is_complete, START_SECONDS)
         self._began = True

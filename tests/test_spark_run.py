@@ -1,0 +1,240 @@
+"""Agents on the executors of a real Spark: every protocol trains, whoever is killed is replaced, strangers stay out."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from tether import Averaging, Elastic, Grid, Mpca, Server, Spark, UsageError, run
+from tether.machine import Broadcasted, Event, Message, Node, Reduce, Reduced
+from tether.plan import Request, RunPlan
+from tether.progress import Progress, make_progress
+from tether.protocols import Options
+from tether.runtimes.agent import NONCE_BYTES, Answer, Fenced, Here, Welcome, framed
+from tether.runtimes.collectives import Down, Up
+from tether.runtimes.driver import Came, Died
+from tether.runtimes.exchange import Desk, Offers, add, ask, delivered, fetched
+from tether.runtimes.process import Birth
+from tether.runtimes.spark import Agents
+from tether.tasks import load
+from tether.trace import Meter
+from tether.wire import Codec
+
+pytestmark = pytest.mark.spark
+
+#: an executor, its Python workers and the task in one must have started within it
+START_SECONDS = 120.0
+
+
+def executors(spark: Any) -> list[int]:
+    """The processes of this session's executors."""
+    application = spark.sparkContext.applicationId.encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if application in words and b"--executor-id" in words:
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+class Trouble(Progress):
+    """Does something to one executor as soon as some worker has made a number of steps, and listens to what is told."""
+
+    def __init__(self, spark: Any, signal_: signal.Signals, steps: int) -> None:
+        self._spark = spark
+        self._signal = signal_
+        self._steps = steps
+        self.made_at = 0.0
+        self.notes: list[tuple[float, str]] = []
+
+    def meter(self, meter: Meter, time_: float) -> None:
+        if not self.made_at and meter.steps >= self._steps:
+            victim = executors(self._spark)[0]
+            self.made_at = time.monotonic()
+            os.kill(victim, self._signal)
+
+    def note(self, text: str) -> None:
+        self.notes.append((time.monotonic() - self.made_at if self.made_at else 0.0, text))
+
+    def told(self, what: str) -> float:
+        """When something was told, since the trouble."""
+        return next(when for when, text in self.notes if what in text)
+
+
+def train(spark: Any, protocol: Options, directory: Path, progress: Progress | None = None, **goal: Any) -> Any:
+    quiet = progress or make_progress(quiet=True)
+    return run(load("digits"), protocol, Spark(spark, 3), run_dir=directory / "run", progress=quiet, **goal)
+
+
+@pytest.mark.parametrize("protocol", [Mpca(), Elastic()], ids=str)
+def test_digits_are_learned_on_three_executors(spark: Any, protocol: Options, tmp_path: Path) -> None:
+    result = train(spark, protocol, tmp_path, epochs=10)
+    assert result.metrics["error"] < 0.06 and result.figures["runtime"] == "spark"
+    assert sorted(result.figures["utilization"]["workers"]) == ["worker-0", "worker-1", "worker-2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", [Averaging(tau=10), Server(), Server(sync="async"), Grid()], ids=str)
+def test_digits_are_learned_with_every_other_protocol(spark: Any, protocol: Options, tmp_path: Path) -> None:
+    assert train(spark, protocol, tmp_path, epochs=10).metrics["error"] < 0.08
+
+
+def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(spark: Any, tmp_path: Path) -> None:
+    class Patient(Trouble):
+        """Is content when a successor has worked for a while."""
+
+        def meter(self, meter: Meter, time_: float) -> None:
+            super().meter(meter, time_)
+            if "~" in meter.node and meter.steps >= 20:
+                (tmp_path / "content").touch()
+
+    class Until(type(load("digits"))):  # type: ignore[misc]
+        def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
+            return {**super().evaluate(model), "content": float((tmp_path / "content").exists())}
+
+    trouble = Patient(spark, signal.SIGKILL, 50)
+    goal: dict[str, Any] = {"until": "content>0", "epochs": 10**5, "evaluate_every": 20}
+    result = run(Until(), Mpca(), Spark(spark, 3), run_dir=tmp_path / "run", progress=trouble, **goal)
+    assert result.metrics["error"] < 0.06
+    assert 0 < trouble.told("has joined") < START_SECONDS
+
+
+def test_what_spark_cannot_do_is_refused(spark: Any, tmp_path: Path) -> None:
+    for protocol, options, says in (
+        (Server(sync="async", apply="inline"), {}, "no memory in common"),
+        (Averaging(), {"record": True}, "cannot be recorded"),
+        (Mpca(compress="half"), {}, "Spark moves the bytes"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            train(spark, protocol, tmp_path / says, epochs=1, **options)
+
+
+# ---- lifelines ------------------------------------------------------------------------------------------------------
+
+
+class Caller:
+    """Somebody who connects to the driver as an agent does."""
+
+    def __init__(self, agents: Agents, index: int, secret: bytes | None = None) -> None:
+        self.socket = socket.create_connection((agents.meeting.host, agents.meeting.port))
+        agents.news()
+        nonce = self.socket.recv(NONCE_BYTES)
+        text = msgspec.msgpack.encode(Here(index, 1, "/nowhere", "127.0.0.1", 0))
+        meeting = agents.meeting if secret is None else type(agents.meeting)("", 0, secret)
+        self.socket.sendall(framed(meeting.sign(nonce, text) + text))
+        self.news = agents.news()
+
+    def answer(self) -> Any:
+        answer = self.socket.recv(4096)
+        return msgspec.msgpack.decode(answer[4:], type=Answer) if answer else None  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def agents(spark: Any, tmp_path: Path) -> Iterator[Agents]:
+    plan = RunPlan.make(load("digits"), Averaging(), Spark(spark, 1), Request(steps=1), None)
+    made = Agents(spark, Birth(plan, tmp_path, 1, host="127.0.0.1"), "", None, lambda only: None)
+    made._places = {0: Node("worker-0", "worker", True, 0)}
+    yield made
+    made.close(0.1)
+
+
+def test_a_place_is_given_once_and_again_under_another_name(agents: Agents) -> None:
+    first = Caller(agents, 0)
+    assert first.answer() == Welcome(Node("worker-0", "worker", True, 0)) and first.news == []
+    orphan = Caller(agents, 0)
+    assert isinstance(orphan.answer(), Fenced) and orphan.socket.recv(1) == b""
+    first.socket.close()
+    (death,) = agents.news()
+    assert isinstance(death, Died) and death.name == "worker-0" and death.replaced
+    second = Caller(agents, 0)
+    (came,) = second.news
+    assert isinstance(came, Came) and second.answer().node.name == "worker-0~2" == came.node.name
+    agents.end("worker-0~2")
+    assert [type(news) for news in agents.news()] == [Died] and second.socket.recv(1) == b""
+    for caller in (orphan, second):
+        caller.socket.close()
+
+
+def test_strangers_get_no_place(agents: Agents) -> None:
+    stranger = Caller(agents, 0, secret=b"guessed")
+    assert stranger.answer() is None and agents.living == {}
+    with socket.create_connection((agents.meeting.host, agents.meeting.port)) as chatterbox:
+        agents.news()
+        chatterbox.recv(NONCE_BYTES)
+        chatterbox.sendall(b"\xff" * 64)
+        agents.news()
+        assert chatterbox.recv(1) == b""
+    stranger.socket.close()
+
+
+# ---- the desk -------------------------------------------------------------------------------------------------------
+
+
+class Word(Message, frozen=True):
+    """Something to broadcast."""
+
+    values: torch.Tensor
+
+
+class Node_:
+    """What a desk wants of a node."""
+
+    def __init__(self, offers: Offers) -> None:
+        self.lock = threading.Lock()
+        self.offers = offers
+        self.events: list[Event] = []
+
+    def receive(self, sender: str, message: Message) -> None:
+        self.events += self.offers.receive(message)
+
+
+def test_tasks_fetch_offers_and_hand_over_broadcasts(tmp_path: Path) -> None:
+    sent: list[tuple[str, Message]] = []
+    offers = Offers("worker-0", lambda to, message: sent.append((to, message)))
+    node = Node_(offers)
+    desk = Desk(node, offers, tmp_path, [Down[Word]])  # type: ignore[arg-type]
+    members = ("hub", "worker-0")
+    try:
+        assert offers.reduce(Reduce("round 1", members, torch.arange(4.0), 2.0, 5)) == []
+        assert [type(message).__name__ for _, message in sent] == ["Offered"]
+        here = [("worker-0", str(tmp_path))]
+        ((values, weight, covers),) = fetched("round 1")(iter(here))  # type: ignore[misc]
+        assert values.tolist() == [0, 2, 4, 6] and weight == 2.0 and covers == {"worker-0": 5}
+        assert list(fetched("round 2")(iter(here))) == [None]
+        assert list(fetched("round 1")(iter([("worker-1", str(tmp_path / "gone"))]))) == [None]
+        frames = [bytes(f) for f in Codec([Message]).encode(Down("round", 0, members, (), Word(torch.ones(3))))]
+        for _ in range(2):  # a task that runs again brings nothing new
+            assert list(delivered(type("Variable", (), {"value": frames}))(iter(here))) == ["worker-0"]
+        (event,) = node.events
+        assert isinstance(event, Broadcasted) and event.message.values.tolist() == [1, 1, 1]  # type: ignore[attr-defined]
+    finally:
+        desk.close()
+    assert ask(str(tmp_path), frames) is None
+
+
+def test_sums_add_up_whoever_is_missing() -> None:
+    one = (torch.ones(2).numpy(), 1.0, {"a": 1})
+    other = (torch.ones(2).numpy(), 2.0, {"b": 3})
+    values, weight, covers = add(add(None, one), add(other, None))  # type: ignore[misc]
+    assert values.tolist() == [2, 2] and weight == 3.0 and covers == {"a": 1, "b": 3} and add(None, None) is None
+
+
+def test_a_root_learns_of_a_sum_or_that_nobody_is_left() -> None:
+    root = Offers("hub", lambda to, message: None)
+    (reduced,) = root.receive(Up("round 1", ("hub", "a", "b"), torch.ones(2), 3.0, {"b": 3, "a": 1}))
+    assert isinstance(reduced, Reduced) and reduced.contributors == ("a", "b") and reduced.steps == (1, 3)
+    (reduced,) = root.receive(Up("round 2", ("hub", "a"), torch.empty(0), 0.0, {}))
+    assert isinstance(reduced, Reduced) and reduced.total is None and reduced.weight == 0
