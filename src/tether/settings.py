@@ -7,6 +7,7 @@ there, so nothing about an option is written twice.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import types
 import typing
@@ -95,10 +96,16 @@ def convert(what: str, text: str, kind: Any) -> Any:
 
 def check_types(options: Any, what: str) -> None:
     """Refuse a dataclass whose fields hold values of another type than they are annotated with."""
-    for field in dataclasses.fields(options):
-        kind, value = type_of(type(options), parameters(type(options))[field.name]), getattr(options, field.name)
+    for name, kind in _field_types(type(options)).items():
+        value = getattr(options, name)
         if not any(_fits(value, member) for member in _members(kind)):
-            raise UsageError(f"option {field.name} of {what} is {value!r}; expected {_type_text(kind)}")
+            raise UsageError(f"option {name} of {what} is {value!r}; expected {_type_text(kind)}")
+
+
+@functools.cache
+def _field_types(cls: type) -> dict[str, Any]:
+    known = parameters(cls)
+    return {field.name: type_of(cls, known[field.name]) for field in dataclasses.fields(cls)}
 
 
 def _fits(value: object, kind: Any) -> bool:

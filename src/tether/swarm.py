@@ -109,7 +109,7 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
         step_seconds=step_time,
         faults=faults,
         detect_seconds=float(rng.choice([0.01, 0.5])),
-        events_max=50_000,
+        events_max=5_000 + 60 * workers * steps,  # of 400 seeds the busiest needs 27 for a worker's step
     )
     task = SyntheticTask(parameters=int(rng.integers(1, 40)))
     return Scenario(seed, task, options, sim, Request(steps=steps, seed=seed, checkpoint_seconds=1.0, trace=False))
