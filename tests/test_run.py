@@ -34,6 +34,7 @@ from tether.progress import Progress, make_progress
 from tether.protocols import Options
 from tether.testing import Blobs, largest_difference, train_quietly
 from tether.trace import Meter
+from tether.vector import Vector, digest
 
 ROOT = Path(__file__).parents[1]
 
@@ -306,6 +307,31 @@ def test_a_run_ends_when_its_metric_has_not_got_better_for_so_many_evaluations(
     assert result.figures["reason"] == "no better for 2 evaluations"
     assert len(result.history) == evaluations + 1  # and the last one, of the model it ended with
     assert json.loads((tmp_path / "run" / "run.json").read_text())["request"]["patience"] == 2
+
+
+def test_a_run_with_patience_gives_the_best_model_seen_and_is_resumed_from_the_newest(tmp_path: Path) -> None:
+    falling = [{"error": error} for error in (0.5, 0.3, 0.4, 0.3, 0.4, 0.5)]  # the last but one ends it
+    best = train_quietly(Staged(*falling), Single(), Sim(1), tmp_path / "run", patience=3)
+    assert best.metrics == {"error": 0.3} and best.history[3]["step"] == best.figures["model_step"]
+    assert best.figures["steps"] == best.history[-1]["step"] > best.figures["model_step"], "of equals the last"
+    until_then = train_quietly(Blobs(), Single(), Sim(1), tmp_path / "then", steps=best.figures["model_step"])
+    assert until_then.figures["digest"] == best.figures["digest"] == digest(Vector(best.model).weights)
+    assert until_then.figures["model_step"] == until_then.figures["steps"]
+    told = f"the model is that of step {best.figures['model_step']}, the best that was seen"
+    assert told in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+    quiet = make_progress(quiet=True)
+    further = resume(tmp_path / "run", Staged({"error": 0.35}), progress=quiet)
+    assert further.history[0]["step"] > best.figures["steps"]
+    assert further.figures["digest"] == best.figures["digest"], "nothing better has come"
+    better = resume(tmp_path / "run", Staged({"error": 0.2}), progress=quiet)
+    assert better.metrics == {"error": 0.2} and better.figures["model_step"] == better.figures["steps"]
+
+
+def test_a_target_that_is_reached_counts_for_more_than_the_best_model(tmp_path: Path) -> None:
+    staged = Staged({"error": 0.1, "loss": 3}, {"error": 0.2, "loss": 1})
+    result = train_quietly(staged, Single(), Sim(1), tmp_path / "run", patience=5, until="loss<2")
+    assert result.metrics == {"error": 0.2, "loss": 1} and result.figures["model_step"] == result.figures["steps"]
 
 
 def test_patience_of_the_task_counts_only_where_the_run_says_nothing_of_its_length(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worke
 SecondsOption = Annotated[float | None, typer.Option(help="End after so long; sim: virtual seconds.")]
 UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
 PatienceOption = Annotated[
-    int | None, typer.Option(help="End when the error, or else the first metric, is no better for so many evaluations.")
+    int | None, typer.Option(help="End when the error is no better for so many evaluations, with the best model seen.")
 ]
 
 
@@ -477,6 +477,7 @@ def _show(result: Result, as_json: bool) -> None:
     for name, value in {
         "protocol": f"{figures['protocol']} on {figures['runtime']}, workers: {figures['workers']}",
         "steps": f"{figures['steps']} per worker, {figures['samples']} samples, {figures['reason']}",
+        **({"model": f"of step {figures['model_step']}"} if figures["model_step"] != figures["steps"] else {}),
         "seconds": f"{figures['seconds']:.4g}{virtual}, {figures['samples_per_second']:,.0f} samples/s",
         "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",
         "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB{_compressed(figures)}",

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from tether.errors import TaskError, TetherError
 from tether.learner import build_model
 from tether.machine import Checkpoint, Evaluate, Row
-from tether.plan import Patience, RunPlan, Until
+from tether.plan import Patience, RunPlan, Until, worth
 from tether.progress import Progress
-from tether.rundir import RunDirectory
+from tether.rundir import Evaluated, RunDirectory
 from tether.runtimes.base import Outcome
 from tether.task import describe_error
 from tether.trace import Meter
@@ -83,6 +83,8 @@ class Director:
         self.directory = directory
         self._until = Until.parse(plan.until) if plan.until else None
         self._patience = Patience(plan.patience) if plan.patience is not None else None
+        best = directory.load_best() if self._patience is not None else None
+        self._best = worth(best.metrics) if best is not None else -math.inf
         self._progress = progress
         self._lock = threading.Lock()
         self.time_before = directory.last_time()  # of the part of the run that is continued
@@ -117,16 +119,25 @@ class Director:
         with self._lock:
             self._file.close()
 
-    def finish(self, outcome: Outcome) -> None:
-        """After the last event: the last figures, and whatever is still being evaluated or written."""
+    def finish(self, outcome: Outcome) -> Evaluated:
+        """After the last event: the last figures, and whatever is still being evaluated or written.
+
+        What the run has come to is its last model or, if it has patience, the best that it has seen.
+        """
         for name, meter in outcome.meters.items():
             if name not in outcome.lost:
                 self.meter(meter, outcome.seconds)
         if self._evaluator is not None:
             self._evaluator.close()
         self._writer.close()
-        metrics = self.history[-1]["metrics"] if self.history else {}
-        self._progress.end(", ".join(f"{name} {value:.4g}" for name, value in metrics.items()) or "finished")
+        last = self.history[-1]["metrics"] if self.history else {}
+        model = Evaluated(self.step, self.samples, last, outcome.weights)
+        if self._patience is not None and outcome.reason != f"{self._until} reached":
+            model = self.directory.load_best() or model
+            if model.step != self.step:
+                self.note(f"the model is that of step {model.step}, the best that was seen")
+        self._progress.end(", ".join(f"{name} {value:.4g}" for name, value in model.metrics.items()) or "finished")
+        return model
 
     def joint_model(self, weights: Tensor) -> nn.Module:
         """The task's model with these weights."""
@@ -196,6 +207,10 @@ class Director:
         self.history.append(row)
         self._row("evaluation", now, step=effect.step, samples=effect.samples, metrics=metrics)
         self._progress.evaluation(metrics, now, effect.step)
+        # of equals the last: few held-out rows cannot tell it from the others, and it has learned longest
+        if self._patience is not None and (value := worth(metrics)) >= self._best:
+            self._best = value
+            self.directory.save_best(Evaluated(effect.step, effect.samples, metrics, weights))
         if self._until is not None and self._until.holds(metrics):
             self._stop = f"{self._until} reached"
         elif self._patience is not None and self._patience.ends(metrics):

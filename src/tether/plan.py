@@ -60,8 +60,20 @@ FALLING, RISING = ("error", "loss"), ("accuracy",)
 
 
 def metric_of(metrics: dict[str, float]) -> str:
-    """The metric that says which model is better: the error, or else the task's first."""
-    return "error" if "error" in metrics else next(iter(metrics), "")
+    """The metric that says which model is better: validation_error, or else the error, or else the task's first."""
+    return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
+
+
+def worth(metrics: dict[str, float]) -> float:
+    """How good a model with these metrics is; more is better."""
+    metric = metric_of(metrics)
+    falls, rises = (any(word in metric.lower() for word in words) for words in (FALLING, RISING))
+    if not falls and not rises:
+        raise UsageError(
+            f"patience does not know what is better for the metric {metric or 'none'!r}: have evaluate() return "
+            "one called error, or first one whose name has error, loss or accuracy in it"
+        )
+    return -metrics[metric] if falls else metrics[metric]
 
 
 class Patience:
@@ -76,14 +88,7 @@ class Patience:
 
     def ends(self, metrics: dict[str, float]) -> bool:
         """Whether the metrics of the next evaluation end the run."""
-        metric = metric_of(metrics)
-        falls, rises = (any(word in metric.lower() for word in words) for words in (FALLING, RISING))
-        if not falls and not rises:
-            raise UsageError(
-                f"patience does not know what is better for the metric {metric or 'none'!r}: have evaluate() return "
-                "one called error, or first one whose name has error, loss or accuracy in it"
-            )
-        value = -metrics[metric] if falls else metrics[metric]
+        value = worth(metrics)
         self._waited = 0 if value > self._best else self._waited + 1
         self._best = max(self._best, value)
         return self._waited >= self.evaluations

@@ -21,7 +21,7 @@ from tether.progress import Progress, make_progress
 from tether.protocols import Averaging, Options
 from tether.protocols import known as known_protocols
 from tether.record import replay
-from tether.rundir import Restored, RunDirectory
+from tether.rundir import Evaluated, Restored, RunDirectory
 from tether.runtimes.base import Outcome, Runtime
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
@@ -76,8 +76,9 @@ def run(
         own number of epochs unless given.
     until: ends the run early, such as "error<0.05"; alone it allows at most 100 epochs.
     seconds: ends the run early, after so long (virtual seconds in the simulator); alone it allows at most 100 epochs.
-    patience: ends the run early, when its metric (the error, or else the first that the task has) has not got better
-        for so many evaluations; alone it allows at most 100 epochs. The model is that of the end, not the best seen.
+    patience: ends the run early, when its metric (validation_error, or else error, or else the first that the task has)
+        has not got better for so many evaluations; alone it allows at most 100 epochs. The model is then the best seen,
+        of equals the last, and not that of the end, unless `until` has ended the run.
     warmup, warmup_epochs: begin with so many epochs of another protocol, such as tether.Server(sync="hard").
     evaluate_every: epochs between two evaluations of the joint model.
     checkpoint_seconds: time between two checkpoints.
@@ -128,7 +129,8 @@ def resume(
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
     master: of a run on Spark: another cluster than before. A session that there is already is used as it is.
-    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on.
+    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. What was
+        the best before the run was continued may remain so.
     """
     directory = RunDirectory.open(Path(run_dir))
     config = directory.read_config()
@@ -254,7 +256,7 @@ def _execute(
             try:
                 with director:
                     outcome = on.execute(plan, director)
-                    director.finish(outcome)
+                    model = director.finish(outcome)
                 waiting.popleft()
             except NodesLost as error:
                 if not restarts:
@@ -267,7 +269,7 @@ def _execute(
                 continue
             if waiting:
                 plan = waiting[0](directory.load_checkpoint())
-        result = _result(plan, on, outcome, director, time.monotonic() - began)
+        result = _result(plan, on, outcome, director, model, time.monotonic() - began)
     except KeyboardInterrupt:
         directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})
         raise
@@ -280,17 +282,17 @@ def _execute(
     return result
 
 
-def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wall_seconds: float) -> Result:
+def _result(
+    plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, model: Evaluated, wall_seconds: float
+) -> Result:
     workers = {node.name for node in plan.nodes if node.computes}
     meters = outcome.meters
     computing = [meter for name, meter in meters.items() if name.partition("~")[0] in workers]
     if not computing:
         raise RunError("the run ended without figures of any worker")
-    model = director.joint_model(outcome.weights)
     staleness: Counter[int] = Counter()
     for meter in meters.values():
         staleness.update(meter.staleness)
-    metrics = director.history[-1]["metrics"] if director.history else {}
     figures: dict[str, Any] = {
         "protocol": plan.protocol.name,
         "runtime": on.name,
@@ -300,8 +302,9 @@ def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wa
         "seconds": director.time_before + outcome.seconds,
         "samples_per_second": (director.samples - plan.schedule.first_samples) / max(outcome.seconds, 1e-9),
         "wall_seconds": wall_seconds,
-        "metrics": metrics,
-        "digest": digest(outcome.weights),
+        "metrics": model.metrics,
+        "model_step": model.step,
+        "digest": digest(model.weights),
         "bytes_sent": sum(meter.bytes_sent for meter in meters.values()),
         "bytes_received": sum(meter.bytes_received for meter in meters.values()),
         "overlap": statistics.fmean(meter.overlap for meter in computing),
@@ -325,4 +328,5 @@ def _result(plan: RunPlan, on: Runtime, outcome: Outcome, director: Director, wa
             "share": sent / max(1, sent + saved),
             "relative_error": relative_error(meters.values()),
         }
-    return Result(model, metrics, finite(figures), director.history, director.directory.path)
+    joint = director.joint_model(model.weights)
+    return Result(joint, model.metrics, finite(figures), director.history, director.directory.path)

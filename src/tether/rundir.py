@@ -4,6 +4,7 @@ run.json              what was run and how it ended
 metrics.jsonl         one JSON object a line: progress, evaluation, record
 trace.json            spans for Perfetto or chrome://tracing
 checkpoints/at-N/     after N samples: state.json and tensors.safetensors; complete or not there at all
+best.safetensors      the best weights seen by a run with patience, and of which step they are
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, when the run was recorded
 """
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -41,6 +42,16 @@ class Restored:
     replica_state: dict[str, Any]
     #: whose state it is
     protocol: str = ""
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """A model of a run and what was found about it."""
+
+    step: int
+    samples: int
+    metrics: dict[str, float]
+    weights: Tensor
 
 
 class RunDirectory:
@@ -163,6 +174,26 @@ class RunDirectory:
             except (OSError, ValueError, TypeError, LookupError, SafetensorError):
                 continue
         return None
+
+    def save_best(self, best: Evaluated) -> None:
+        """Keep these weights in place of those that were the best before."""
+        partial = self._best.with_name(f".{self._best.name}.partial")
+        told = {"step": best.step, "samples": best.samples, "metrics": best.metrics}
+        save_file({"weights": best.weights.contiguous()}, partial, {name: json.dumps(told[name]) for name in told})
+        _sync(partial)
+        partial.replace(self._best)
+
+    def load_best(self) -> Evaluated | None:
+        """The best weights seen, if the run keeps them."""
+        if not self._best.exists():
+            return None
+        with safe_open(self._best, "pt") as file:
+            told = {name: json.loads(text) for name, text in file.metadata().items()}
+            return Evaluated(told["step"], told["samples"], told["metrics"], file.get_tensor("weights"))
+
+    @property
+    def _best(self) -> Path:
+        return self.path / "best.safetensors"
 
     def _checkpoints(self) -> list[Path]:
         folder = self.path / "checkpoints"

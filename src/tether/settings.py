@@ -96,7 +96,7 @@ def convert(what: str, text: str, kind: Any) -> Any:
 
 def check_types(options: Any, what: str) -> None:
     """Refuse a dataclass whose fields hold values of another type than they are annotated with."""
-    for name, kind in _field_types(type(options)).items():
+    for name, kind in _field_types(options.__class__).items():
         value = getattr(options, name)
         if not any(_fits(value, member) for member in _members(kind)):
             raise UsageError(f"option {name} of {what} is {value!r}; expected {_type_text(kind)}")

@@ -134,7 +134,7 @@ def fit(alone: RunRecord, run: RunRecord, metric: str, target: float, falling: b
 def fits(runs: Sequence[RunRecord]) -> list[Fit]:
     """What can be compared: all runs of a task with its first run of one learner, real and virtual time apart.
 
-    The metric is the error, or else the first that there is; the target is the hardest that all of them reach.
+    The metric is the one that says which model is better; the target is the hardest that all of them reach.
     """
     found: list[Fit] = []
     for alone in runs:
