@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from tether import Local, Sim, Single, tasks
@@ -22,6 +22,7 @@ from tether.vector import Vector
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
+HEAD = "text,label\n"
 HOT = ["is it hot outside", "how warm is it", "will the heat last", "what is the temperature"]
 WET = ["will it rain", "is there snow on the road", "do i need an umbrella", "when does the storm come"]
 
@@ -35,6 +36,10 @@ def weather(path: Path, times: int = 10) -> Path:
     """Rows of two labels, eight different ones, each so many times."""
     rows = [f"{text}?,{label}\n" for label, texts in (("hot", HOT), ("wet", WET)) for text in texts]
     return write(path, "text,label\n" + "".join(rows) * times)
+
+
+def sizes(task: Text) -> tuple[int, int, int]:
+    return len(task.train_data()), len(task.validation_data()), len(task.test_data())
 
 
 def refusal(call: Any, *arguments: Any, **named: Any) -> str:
@@ -53,7 +58,7 @@ def test_a_csv_is_read_with_quotes_blank_lines_and_any_line_ends(tmp_path: Path,
     lines = ["text,label", '"one, ""two""",a', "", "three , b", "four,a", "größer,b"]
     path = tmp_path / "t.csv"
     path.write_bytes((mark + end.join(lines)).encode())
-    task = Text(path, test=path)
+    task = Text(path, test=path, validation=0)
     assert task.labels == ["a", "b"]
     assert task.words.keys() == {"one", ",", '"', "two", "three", "four", "größer"}
     assert task.train_data().tensors[1].tolist() == [0, 1, 0, 1]
@@ -68,18 +73,52 @@ def test_columns_are_the_first_two_or_those_named(tmp_path: Path) -> None:
 
 def test_without_a_header_the_first_line_is_a_row(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", "one,a\ntwo,b\nthree,a\nfour,b\n")
-    assert len(Text(path, header=False, test=path).train_data()) == 4
+    assert len(Text(path, header=False, test=path, validation=0).train_data()) == 4
     message = refusal(Text, path)
     assert "t.csv, line 1" in message and "set header=false" in message
 
 
 def test_held_out_rows_are_found_beside_the_training_rows_or_given(tmp_path: Path) -> None:
     train = weather(tmp_path / "x_train.csv")
-    assert len(Text(train).train_data()) + len(Text(train).test_data()) == 80
+    assert sizes(Text(train)) == (65, 7, 8)
     weather(tmp_path / "x_test.csv", times=2)
-    assert (len(Text(train).train_data()), len(Text(train).test_data())) == (80, 16)
+    assert sizes(Text(train)) == (72, 8, 16)
     other = weather(tmp_path / "other.csv", times=1)
-    assert len(Text(train, test=str(other)).test_data()) == 8
+    assert sizes(Text(train, test=str(other), validation=0)) == (80, 0, 8)
+
+
+class First(nn.Module):
+    """Whatever it is asked, it answers the first of two labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores = nn.Parameter(torch.tensor([1.0, 0.0]))
+
+    def forward(self, texts: Tensor) -> Tensor:
+        return self.scores.expand(len(texts), 2)
+
+
+def test_rows_that_tell_when_to_stop_are_neither_trained_on_nor_those_of_the_error(tmp_path: Path) -> None:
+    rows = "".join(f"w{i} w{i} w{i} w{i} w{i},{i % 2}\n" for i in range(100))
+    task = Text(write(tmp_path / "t.csv", HEAD + rows), validation=0.25)
+    assert sizes(task) == (68, 22, 10)
+    # a word that was not trained on is not known
+    known = [int((part.tensors[0] > 1).sum()) for part in (task.train_data(), task.validation_data(), task.test_data())]
+    assert known == [5 * 68, 0, 0]
+
+    metrics = task.evaluate(First())
+    for name, part in (("validation_error", task.validation_data()), ("error", task.test_data())):
+        assert metrics[name] == pytest.approx(float(part.tensors[1].float().mean()))
+    assert list(metrics) == ["error", "loss", "validation_error"]
+
+
+def test_without_rows_that_tell_when_to_stop_no_run_ends_by_the_error(tmp_path: Path) -> None:
+    task = Text(weather(tmp_path / "t.csv"), validation=0)
+    assert task.patience is None and "validation_error" not in task.evaluate(build_model(task, 0))
+    alone = write(tmp_path / "x_train.csv", HEAD + "one,a\ntwo,b\n")
+    task = Text(alone, test=alone)
+    assert sizes(task) == (2, 0, 2) and task.patience is None
+    assert "at most 0.5" in refusal(Text, alone, validation=0.6)
 
 
 def test_otherwise_a_tenth_of_every_label_is_held_out_and_always_the_same(tmp_path: Path) -> None:
@@ -92,9 +131,6 @@ def test_otherwise_a_tenth_of_every_label_is_held_out_and_always_the_same(tmp_pa
     assert torch.equal(Text(path).train_data().tensors[0], task.train_data().tensors[0])
     seen = {f"w{i}" for i in range(200)} - task.words.keys()
     assert seen, "the vocabulary knows words that only held-out rows have"
-
-
-HEAD = "text,label\n"
 
 
 @pytest.mark.parametrize(
@@ -244,11 +280,11 @@ def test_gadei_table_3_the_mini_batch_follows_the_number_of_training_rows(tmp_pa
     test = write(tmp_path / "x_test.csv", HEAD + "w,0\n")
     train = write(tmp_path / "x_train.csv", HEAD + "".join(f"w,{i % 2}\n" for i in range(rows)))
     assert (task := Text(train)).batch_size == size
-    assert f"{rows} rows" in task.note() and test.name in task.note() and f"mini-batches of {size}" in task.note()
+    assert sum(sizes(task)) == rows + 1 and test.name in task.note() and f"mini-batches of {size}" in task.note()
 
 
 def test_patience_is_longer_for_fewer_rows(tmp_path: Path) -> None:
-    assert Text(weather(tmp_path / "few.csv")).patience == 5000 // 72
+    assert Text(weather(tmp_path / "few.csv")).patience == 5000 // 65
     assert Text(weather(tmp_path / "many.csv", times=200)).patience == 5
 
 
@@ -285,6 +321,6 @@ def test_workers_in_processes_of_their_own_read_the_rows_again(tmp_path: Path) -
 def test_trec_is_read_and_half_an_epoch_beats_guessing(tmp_path: Path) -> None:
     task = Text(SHARED / "trec_train.csv", batch_size=32)
     assert task.labels == ["ABBR", "DESC", "ENTY", "HUM", "LOC", "NUM"]
-    assert (len(task.train_data()), len(task.test_data())) == (5452, 500)
+    assert sizes(task) == (4907, 545, 500)
     result = train_quietly(task, Single(), Sim(1), tmp_path / "run", epochs=0.5)
     assert result.metrics["error"] < 0.6  # the most frequent label alone has 0.72

@@ -78,8 +78,12 @@ class Classification(Task):
         return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return self.judged(model, self._held_out)
+
+    def judged(self, model: nn.Module, samples: TensorDataset) -> dict[str, float]:
+        """Error rate and mean loss on some samples."""
         device = next(model.parameters()).device
-        tensors = self._held_out.tensors
+        tensors = samples.tensors
         wrong, loss, count = 0, 0.0, 0
         training = model.training
         model.eval()

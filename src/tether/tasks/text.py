@@ -41,12 +41,15 @@ class Text(Classification):
     `length` (of a text in words) and `labels` (by the model's answers). `encode` makes the model's input.
 
     Mini-batch size and epochs are the careful ones of the GaDei paper, table 3, unless they are given; a run of which
-    nothing is said ends sooner, when the error on the held-out rows has stopped getting better.
+    nothing is said ends sooner, when `validation_error` has stopped getting better, and gives the model that had the
+    best. That is the error on rows set aside for it: the rows of `error`, which is what the model is worth, choose
+    nothing.
     """
 
     options: ClassVar = Classification.options | {
         "data": "a CSV in UTF-8 with a text and its label in each row",
         "test": "a CSV of held-out rows; for x_train.csv it is x_test.csv, and without one a tenth of the rows",
+        "validation": "share of the training rows that is set aside to tell when to stop; 0 for none",
         "text_column": "name of the column with the texts; the first unless given",
         "label_column": "name of the column with the labels; the second unless given",
         "header": "the first line has the names of the columns",
@@ -67,6 +70,7 @@ class Text(Classification):
         self,
         data: str | Path | None = None,
         test: str | Path | None = None,
+        validation: float = 0.1,
         text_column: str | None = None,
         label_column: str | None = None,
         header: bool = True,
@@ -88,24 +92,27 @@ class Text(Classification):
         ):
             if value is not None and value < least:
                 raise UsageError(f"{name} of task text is {value}; it must be at least {least}")
+        if not 0 <= validation <= 0.5:
+            raise UsageError(f"validation of task text is {validation}; it must be at least 0 and at most 0.5")
         if not header and (text_column is not None or label_column is not None):
             raise UsageError("without a header columns have no names: leave text_column and label_column out")
         self._columns = (text_column, label_column) if header else None
         self._path, self._test_path = _find(data), _find_test(data, test)
+        self.validation = validation
         self.embedding = embedding
         self.filters = filters
         self.sparse = sparse
-        train, held_out = self._rows()
+        train, validated, held_out = self._rows()
         texts = [tokens(row.text) for row in train]
         counts = Counter(word for text in texts for word in text)
         kept = sorted(counts, key=lambda word: (-counts[word], word))[:vocabulary]
         self.words = {word: index for index, word in enumerate(kept, _UNKNOWN + 1)}
         self.length = length or max(widest, math.ceil(np.percentile([len(text) for text in texts], 95)))
         self.labels = sorted({row.label for row in train})
-        self.patience = max(_PATIENCE, _PATIENCE_SAMPLES // len(train))
-        self._samples = self._encoded(train), self._encoded(held_out)
+        self.patience = max(_PATIENCE, _PATIENCE_SAMPLES // len(train)) if validated else None
+        self._samples = self._encoded(train), self._encoded(validated), self._encoded(held_out)
         if batch_size is None:
-            batch_size = next(size for rows, size in _BATCH_SIZES if len(train) < rows)
+            batch_size = next(size for rows, size in _BATCH_SIZES if len(train) + len(validated) < rows)
         if learning_rate is None:
             learning_rate = _ADAM_RATE if momentum is None else _SGD_RATE
         super().__init__(
@@ -117,11 +124,12 @@ class Text(Classification):
         )
 
     def note(self) -> str:
-        train, held_out = self._samples
+        train, validated, held_out = map(len, self._samples)
         source = self._test_path.name if self._test_path else "every tenth"
         return (
-            f"{len(train)} rows with {len(self.labels)} labels, {len(held_out)} held out ({source}); {len(self.words)} "
-            f"words, {self.length} of a text; mini-batches of {self.batch_size}, learning rate {self.learning_rate:g}"
+            f"{train} rows with {len(self.labels)} labels, {validated} to tell when to stop, {held_out} held out "
+            f"({source}); {len(self.words)} words, {self.length} of a text; mini-batches of {self.batch_size}, "
+            f"learning rate {self.learning_rate:g}"
         )
 
     def encode(self, texts: Iterable[str]) -> Tensor:
@@ -135,35 +143,52 @@ class Text(Classification):
     def train_data(self) -> TensorDataset:
         return self._samples[0]
 
-    def test_data(self) -> TensorDataset:
+    def validation_data(self) -> TensorDataset:
+        """The samples that tell when to stop, in the form that `train_data` has."""
         return self._samples[1]
 
+    def test_data(self) -> TensorDataset:
+        return self._samples[2]
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        metrics = super().evaluate(model)
+        if len(self.validation_data()):
+            metrics["validation_error"] = self.judged(model, self.validation_data())["error"]
+        return metrics
+
     @cached_property
-    def _samples(self) -> tuple[TensorDataset, TensorDataset]:
-        """What to train on and what is held out. Set by the constructor; a copy in another process reads it again."""
-        train, held_out = self._rows()
-        return self._encoded(train), self._encoded(held_out)
+    def _samples(self) -> tuple[TensorDataset, TensorDataset, TensorDataset]:
+        """To train on, to tell when to stop, held out. Set by the constructor; a copy in another process reads anew."""
+        train, validated, held_out = self._rows()
+        return self._encoded(train), self._encoded(validated), self._encoded(held_out)
 
     def _encoded(self, rows: Sequence[_Row]) -> TensorDataset:
         places = {label: place for place, label in enumerate(self.labels)}
         return TensorDataset(self.encode(row.text for row in rows), torch.tensor([places[row.label] for row in rows]))
 
-    def _rows(self) -> tuple[list[_Row], list[_Row]]:
-        """The rows to train on and those held out, checked."""
+    def _rows(self) -> tuple[list[_Row], list[_Row], list[_Row]]:
+        """The rows to train on, those that tell when to stop, and those held out, checked."""
         rows = _read(self._path, self._columns)
         labels = {row.label for row in rows}
         if len(labels) < 2:
             raise UsageError(f"{self._path}: all rows have the label {rows[0].label!r}; there must be two or more")
         if self._test_path is None:
-            return _split(rows, self._path)
-        held_out = _read(self._test_path, self._columns)
+            rows, held_out = _split(rows, 10)
+            if not held_out:
+                raise UsageError(
+                    f"{self._path} has one row of each label, so none can be held out: add rows, choose "
+                    "another label_column, or set test to a CSV of held-out rows"
+                )
+        else:
+            held_out = _read(self._test_path, self._columns)
         for row in held_out:
             if row.label not in labels:
                 raise UsageError(
                     f"{self._test_path}, line {row.line}: no row of {self._path} has the label {row.label!r}: correct "
                     "it, add rows to train on, or choose the column with label_column"
                 )
-        return rows, held_out
+        train, validated = _split(rows, round(1 / self.validation)) if self.validation else (rows, [])
+        return train, validated, held_out
 
 
 def tokens(text: str) -> list[str]:
@@ -278,19 +303,11 @@ def _places(path: Path, header: list[str], columns: tuple[str | None, str | None
     return places[0], places[1]
 
 
-def _split(rows: list[_Row], path: Path) -> tuple[list[_Row], list[_Row]]:
-    """Every tenth row of every label is held out, always the same ones; one row of each label never is."""
+def _split(rows: list[_Row], every: int) -> tuple[list[_Row], list[_Row]]:
+    """One in so many rows of every label is set aside, always the same ones; one row of each label never is."""
     labels = np.array([row.label for row in rows])
     order = np.random.default_rng(0).permutation(len(rows))
     order = order[np.argsort(labels[order], kind="stable")]
     again = np.append(False, labels[order][1:] == labels[order][:-1])
-    held_out = set(order[again][::10].tolist())
-    if not held_out:
-        raise UsageError(
-            f"{path} has one row of each label, so none can be held out: add rows, choose "
-            "another label_column, or set test to a CSV of held-out rows"
-        )
-    return (
-        [row for i, row in enumerate(rows) if i not in held_out],
-        [row for i, row in enumerate(rows) if i in held_out],
-    )
+    aside = set(order[again][::every].tolist())
+    return [row for i, row in enumerate(rows) if i not in aside], [row for i, row in enumerate(rows) if i in aside]
