@@ -19,6 +19,7 @@ import torch
 import torch.distributed
 
 from tether import tasks
+from tether.cells import Report
 from tether.learner import build_model
 from tether.machine import Machine, Row, Seat
 from tether.plan import Request, RunPlan
@@ -32,8 +33,6 @@ from tether.swarm import Nobody
 from tether.task import SyntheticTask, Task
 from tether.units import bytes_per_second
 from tether.vector import Vector
-
-Report = dict[str, Any]
 
 #: AlexNet on the paper's machines (chapter 4)
 STEP_SECONDS = 0.66

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tether import allreduce, comparison, exchanges, scaleup, survival, tasks
+from tether import accuracy, allreduce, comparison, exchanges, scaleup, survival, tasks
+from tether.cells import Report
 from tether.errors import unknown
 from tether.learner import build_model
 from tether.plan import Request
@@ -25,8 +26,6 @@ from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
 from tether.swarm import Scenario, simulate
 from tether.task import Batches, SyntheticTask, Task
-
-Report = dict[str, Any]
 
 
 def overhead(task: str = "fashion", data: Path | None = None, steps: int = 1500, rounds: int = 7) -> Report:
@@ -215,6 +214,7 @@ def _staleness(outcome: Outcome) -> Counter[int]:
 def named(name: str) -> Callable[..., Report]:
     """The benchmark of that name; its arguments are the options that it has."""
     known: dict[str, Callable[..., Report]] = {
+        "accuracy": accuracy.accuracy,
         "allreduce": allreduce.allreduce,
         "grid": allreduce.grid,
         "overhead": overhead,

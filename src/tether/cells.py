@@ -1,4 +1,4 @@
-"""What a study and a search share: runs that are cells of a grid, a file of the finished ones, and the display."""
+"""What studies, searches and benchmarks share: runs that are cells of a grid, a file of those finished, the display."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ AS_GOOD = 1.1
 SETTLED_SHARE = 0.25
 
 Row = dict[str, Any]
+#: what a benchmark has found: its rows, and the ratios that count
+Report = dict[str, Any]
 
 
 class CellFile:

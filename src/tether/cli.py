@@ -233,7 +233,8 @@ def bench_(
         str,
         typer.Argument(
             metavar="NAME",
-            help="allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, survival, table2 or utilization.",
+            help="accuracy, allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, survival, table2 or "
+            "utilization.",
         ),
     ],
     task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,
@@ -241,7 +242,7 @@ def bench_(
     workload: Annotated[str | None, typer.Option(help="table2: one of its workloads; all three unless given.")] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="mpca, scaling, table2: runs of each, of which the median counts; 3 unless given."),
+        typer.Option(help="accuracy, mpca, scaling, table2: runs of each that count together; 3 unless given."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="scaling: where its picture goes; scaling.png here.")] = None,
     as_json: JsonOption = False,

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from tether.cells import Report
 from tether.errors import missing_extra, unknown
 from tether.progress import make_progress
 from tether.protocols import Averaging, Elastic, Mpca, Options, Server, Single
@@ -32,8 +33,6 @@ from tether.runtimes.sim import Sim, StepTime
 from tether.task import SyntheticTask
 from tether.tasks.fashion import Fashion
 from tether.units import bytes_per_second
-
-Report = dict[str, Any]
 
 LINK = "1gbit"
 EVALUATIONS_PER_EPOCH = 20

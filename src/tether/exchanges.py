@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tether.cells import Report
 from tether.machine import Row
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
@@ -29,8 +30,6 @@ from tether.runtimes import jvm
 from tether.runtimes.spark import Spark
 from tether.swarm import Nobody
 from tether.task import Task
-
-Report = dict[str, Any]
 
 WORKERS = 3
 MASTER = "local-cluster[3,3,2048]"

@@ -7,15 +7,13 @@ import random
 import statistics
 import tempfile
 from pathlib import Path
-from typing import Any
 
+from tether.cells import Report
 from tether.protocols import Options, Server
 from tether.run import run
 from tether.runtimes.local import Local
 from tether.tasks.digits import Digits
 from tether.testing import Assassin, descendants
-
-Report = dict[str, Any]
 
 _PROTOCOLS: dict[str, Options] = {
     "server": Server(sync="async", rate="none"),
