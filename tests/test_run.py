@@ -274,8 +274,8 @@ def test_the_first_program_of_the_readme_is_the_example() -> None:
 def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
     result = train_quietly(Blobs(), Mpca(), on, tmp_path / "run", seconds=1.5)
     assert result.figures["reason"] == "1.5 s have passed"
-    assert 1.5 <= result.figures["seconds"] < 4
-    further = resume(tmp_path / "run", Blobs(), seconds=0.5, progress=make_progress(quiet=True))
+    assert result.figures["seconds"] >= 1.5 and (not on.virtual or result.figures["seconds"] < 4)
+    further = resume(tmp_path / "run", Blobs(), seconds=1.5, progress=make_progress(quiet=True))
     assert further.figures["samples"] > result.figures["samples"]
 
 
