@@ -185,7 +185,8 @@ def test_a_killed_learner_costs_its_share_and_its_steps_are_kept(tmp_path: Path)
 def test_auto_goes_by_the_processors_that_are_left_and_says_so(tmp_path: Path) -> None:
     auto = Server(sync="async", apply="auto")
     assert auto.settled(2, 2) == replace(auto, apply="inline")
-    assert auto.settled(2, 3) == replace(auto, apply="server")
+    assert auto.settled(2, 3) == replace(auto, apply="server", consistent=False)
+    assert replace(auto, consistent=True).settled(2, 2) == Server(sync="async", consistent=True)
     assert auto.settled(2, None) == replace(auto, apply="server")
     assert replace(auto, compress="int8").settled(2, 2) == replace(auto, apply="server", compress="int8")
     assert INLINE.settled(1, 64) == INLINE
@@ -202,6 +203,7 @@ def test_auto_goes_by_the_processors_that_are_left_and_says_so(tmp_path: Path) -
         ({"push_every": 2}, "needs push_every=1"),
         ({"compress": "int8"}, "nothing is sent that compress='int8'"),
         ({"rate": "gradient"}, "rate='gradient' goes by what the hub knows"),
+        ({"consistent": True}, "read what others write: use apply='server'"),
         ({"apply": "there"}, "apply"),
     ],
 )
@@ -211,5 +213,5 @@ def test_bad_settings_are_refused_with_the_reason(options: dict[str, Any], reaso
 
 
 def test_a_run_with_one_vector_cannot_be_recorded(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="share one vector cannot be recorded"):
+    with pytest.raises(UsageError, match=r"share one vector cannot be recorded.*consistent=True"):
         train_quietly(Blobs(), INLINE, Sim(workers=2), tmp_path / "run", steps=5, record=True)

@@ -71,6 +71,7 @@ def test_hardsync_goes_on_without_a_killed_learner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
+        Server(sync="async"),
         Server(sync="async", overlap=True),
         Averaging(tau=2, compress="fp16"),
         Elastic(tau=2),

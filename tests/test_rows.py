@@ -59,7 +59,7 @@ def learner(task: Task, by_rows: bool = True) -> Learner:
 def trained(task: Task, by_rows: bool = True, steps: int = 20, rate: float = 1.0) -> Learner:
     made = learner(task, by_rows)
     for _ in range(steps):
-        made.compute(False)
+        made.compute("flat", False)
         made.step(None, rate)
     return made
 
@@ -88,7 +88,7 @@ def test_plain_sgd_by_rows_is_the_dense_result(sparse: bool, rate: float) -> Non
 def test_a_gradient_is_that_of_a_dense_embedding_and_only_touched_rows_are_looked_at() -> None:
     rows, dense = learner(Sentences(sgd)), learner(Sentences(sgd), by_rows=False)
     for _ in range(5):
-        torch.testing.assert_close(rows.compute(False)[0], dense.compute(False)[0])
+        torch.testing.assert_close(rows.compute("flat", False)[0], dense.compute("flat", False)[0])
         part = rows._rows[0]
         assert part.touched is not None and set(part.touched.tolist()) <= set(range(6))
         rows.vector.gradient[part.start + 6 * 3 : part.stop] = 7.0  # of words that no batch has
@@ -106,7 +106,7 @@ def test_momentum_of_a_row_rests_until_it_is_touched() -> None:
     expected = made.weights[part.start : part.stop].view(WORDS, 3).clone()
     moments = torch.zeros(WORDS, 3)
     for _ in range(15):
-        gradient = made.compute(False)[0][part.start : part.stop].view(WORDS, 3).clone()
+        gradient = made.compute("flat", False)[0][part.start : part.stop].view(WORDS, 3).clone()
         assert part.touched is not None
         for row in part.touched.tolist():
             moments[row] = 0.9 * moments[row] + gradient[row]
@@ -122,7 +122,7 @@ def test_adam_of_rows_is_that_of_torch_for_sparse_gradients() -> None:
     other.weight.data.copy_(made.weights[part.start : part.stop].view(WORDS, 3))
     theirs = torch.optim.SparseAdam(other.parameters(), lr=0.01)
     for _ in range(15):
-        gradient = made.compute(False)[0][part.start : part.stop].view(WORDS, 3)
+        gradient = made.compute("flat", False)[0][part.start : part.stop].view(WORDS, 3)
         assert part.touched is not None
         other.weight.grad = torch.sparse_coo_tensor(
             part.touched[None], gradient[part.touched], (WORDS, 3), check_invariants=True
@@ -146,11 +146,54 @@ def test_a_gradient_from_elsewhere_touches_all_rows(make: Any) -> None:
     rows, dense = learner(Sentences(make, sparse=True)), learner(Sentences(make, sparse=True), by_rows=False)
     noise = torch.Generator().manual_seed(1)
     for _ in range(5):
-        rows.compute(False)
+        rows.compute("flat", False)
         gradient = torch.randn(rows.parameter_count, generator=noise)
         rows.step(gradient, 1.0)
         dense.step(gradient, 1.0)
     torch.testing.assert_close(rows.weights, dense.weights)
+
+
+@pytest.mark.parametrize("make", [sgd, momentum, adam])
+def test_a_gradient_that_travels_by_rows_does_at_a_hub_what_it_does_at_home(make: Any) -> None:
+    home, away, hub = (learner(Sentences(make, sparse=True)) for _ in range(3))
+    for _ in range(10):
+        home.compute("step", False)
+        home.step(None, 0.5)
+        taken = away.compute("rows", True)
+        (rows,) = taken.touched
+        others = away.parameter_count - WORDS * 3
+        assert len(taken.gradient) == others + len(rows) * 3 and len(rows) < WORDS / 2
+        kept = taken.gradient.clone()
+        hub.step(taken.gradient, 0.5, taken.touched)
+        assert torch.equal(taken.gradient, kept)
+        away.weights.copy_(hub.weights)
+    torch.testing.assert_close(hub.weights, home.weights)
+
+
+class Counting(Sentences):
+    """Assigns a buffer anew in every pass."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.register_buffer("passes", torch.zeros(1))
+        return model
+
+    def loss(self, model: Any, batch: Tensor) -> Tensor:
+        model.passes = model.passes + 1
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("wanted", ["step", "flat", "rows"])
+def test_buffers_are_in_the_vector_whatever_is_wanted_of_the_gradient(wanted: Any) -> None:
+    made = learner(Counting(sgd))
+    for _ in range(3):
+        made.compute(wanted, False)
+    assert made.weights[made.parameter_count :].tolist() == [3.0]
+
+
+def test_a_gradient_of_all_rows_travels_flat() -> None:
+    taken = learner(Sentences(sgd, also=True)).compute("rows", True)
+    assert taken.touched == () and len(taken.gradient) == learner(Sentences(sgd)).parameter_count
 
 
 @pytest.mark.parametrize(
@@ -174,29 +217,29 @@ def test_the_optimizer_goes_on_where_it_was(make: Any) -> None:
     half = trained(Sentences(make, sparse=True), steps=10)
     other = learner(Sentences(make, sparse=True))
     for _ in range(10):
-        other.compute(False)  # the same batches
+        other.compute("flat", False)  # the same batches
     other.weights.copy_(half.weights)
     other.restore(half.state())
     for _ in range(10):
-        other.compute(False)
+        other.compute("flat", False)
         other.step(None, 1.0)
     torch.testing.assert_close(other.weights, whole.weights)
 
 
 def test_a_fresh_buffer_begins_with_zeros() -> None:
     made = learner(Sentences(sgd))
-    first = made.compute(True)[0]
+    first = made.compute("flat", True)[0]
     kept = first.clone()
-    second = made.compute(True)[0]
+    second = made.compute("flat", True)[0]
     assert torch.equal(first, kept) and second.data_ptr() != first.data_ptr()
     again = learner(Sentences(sgd), by_rows=False)
-    again.compute(False)
-    torch.testing.assert_close(second, again.compute(False)[0])
+    again.compute("flat", False)
+    torch.testing.assert_close(second, again.compute("flat", False)[0])
 
 
 def test_a_step_with_a_foreign_gradient_leaves_both_gradients_as_they_were() -> None:
     made = learner(Sentences(sgd))
-    own = made.compute(False)[0].clone()
+    own = made.compute("flat", False)[0].clone()
     before, foreign = made.weights.clone(), torch.ones(made.parameter_count)
     made.step(foreign, 0.5)
     torch.testing.assert_close(made.weights, before - 0.05)

@@ -196,7 +196,7 @@ def learner(first: int = 0) -> Learner:
 
 def advance(learner: Learner, steps: int) -> None:
     for _ in range(steps):
-        learner.compute(fresh=False)
+        learner.compute("flat", fresh=False)
         learner.step(None, rate=1.0)
 
 

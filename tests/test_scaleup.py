@@ -32,12 +32,15 @@ def test_every_system_makes_samples(folder: Path, capfd: pytest.CaptureFixture[s
     speeds = {row["what"]: row["samples_per_second"] for row in report["rows"] if row["samples_per_second"]}
     assert speeds.keys() == scaleup.SYSTEMS.keys() and all(speed > 0 for speed in speeds.values())
     steps = {row["what"]: row["GB_per_second"] for row in report["rows"] if row["GB_per_second"]}
-    assert steps.keys() == {"hub's step", "torch's fused SGD", "copy"} and all(rate > 0 for rate in steps.values())
+    assert steps.keys() == {"tether server", "hub's step", "torch's fused SGD", "copy"} and all(
+        rate > 0 for rate in steps.values()
+    )
     ratios = report["ratios"]
     assert "tether inline over one process, 0.6 MB, mini-batch 2" in ratios
     assert "tether server over the best single process, 0.6 MB, mini-batch 2" in ratios
-    assert ratios["smallest mini-batch with a speedup, hogwild, 0.6 MB"] in (2, math.inf)
+    assert ratios["smallest mini-batch with a speedup, hogwild, 0.6 MB"] in (2, None)
     assert all(math.isfinite(value) for name, value in ratios.items() if not name.startswith("smallest"))
+    assert ratios["traffic of tether server over a copy in bandwidth, 0.6 MB, mini-batch 2"] > 0
     assert set(Path("/dev/shm").iterdir()) <= before
     assert "1/1: one process, 1 thread" in capfd.readouterr().err
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,10 +37,10 @@ from tether.machine import (
     StopRequested,
     snapshot,
 )
-from tether.plan import Request
-from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.plan import Request, RunPlan
+from tether.protocols.server import UNANSWERED_MAX, Current, Got, Mark, Pull, Push, Refused, Weights
 from tether.runtimes.base import Outcome
-from tether.swarm import Scenario, simulate
+from tether.swarm import Nobody, Scenario, simulate
 from tether.task import SyntheticTask
 
 ZEROS = [0.0, 0.0]
@@ -320,11 +321,11 @@ def test_rudra_section_3_1_a_learner_pulls_computes_and_pushes() -> None:
     learner = machine(Server(), "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
     assert gives(play(learner, started()), Send("hub", Pull(-1, 3)))
     pulled = Weights(4, torch.tensor([1.0, 2.0, 3.0]))
-    assert gives(play(learner, Received("hub", pulled)), Install(pulled.values), Compute())
+    assert gives(play(learner, Received("hub", pulled)), Install(pulled.values), Compute("flat"))
     expected = Push((Mark("worker-0", 1, 4),), torch.tensor([0.5, 0.25]), snapshot(2), samples=16, have=4)
     assert gives(play(learner, gradient((0.5, 0.25), samples=16)), Send("hub", expected))
     answer = Weights(5, torch.tensor([6.0, 6.0, 6.0]), push=True)
-    assert gives(play(learner, Received("hub", answer)), Install(answer.values), Compute())
+    assert gives(play(learner, Received("hub", answer)), Install(answer.values), Compute("flat"))
 
 
 def test_rudra_section_3_2_weights_that_are_current_are_not_pulled() -> None:
@@ -334,14 +335,14 @@ def test_rudra_section_3_2_weights_that_are_current_are_not_pulled() -> None:
     assert answers(play(hub, pull("worker-0", have=1))) == {"worker-0": Current()}
     learner = machine(SOFT, "worker-0")
     play(learner, started(), weights(1), gradient())
-    assert gives(play(learner, Received("hub", Current(push=True))), Compute())
+    assert gives(play(learner, Received("hub", Current(push=True))), Compute("flat"))
 
 
 def test_a_hardsync_learner_never_takes_two_gradients_at_one_clock() -> None:
     learner = machine(Server(), "worker-0")
     play(learner, started(), weights(1), gradient())
     assert play(learner, Received("hub", Current(push=True))) == []
-    assert Compute() in play(learner, weights(2))
+    assert Compute("flat") in play(learner, weights(2))
 
 
 def test_older_weights_are_never_installed() -> None:
@@ -589,9 +590,9 @@ def test_an_aggregator_whose_parent_dies_says_again_what_was_not_answered() -> N
 
 def test_rudra_section_3_3_a_learner_computes_while_its_push_is_under_way() -> None:
     learner = machine(OVERLAP, "worker-0")
-    assert gives(play(learner, started(), weights(0)), Install(torch.zeros(2)), Compute(fresh=True))
+    assert gives(play(learner, started(), weights(0)), Install(torch.zeros(2)), Compute("rows", True))
     expected = Push((Mark("worker-0", 1, 0),), torch.ones(2), snapshot(2), samples=1, have=None)
-    assert gives(play(learner, gradient()), Send("hub", expected), Compute(fresh=True))
+    assert gives(play(learner, gradient()), Send("hub", expected), Compute("rows", True))
 
 
 def test_rudra_section_3_3_at_most_one_push_is_under_way_and_no_two_gradients_are_merged() -> None:
@@ -602,7 +603,7 @@ def test_rudra_section_3_3_at_most_one_push_is_under_way_and_no_two_gradients_ar
     effects = play(learner, Received("hub", Current(push=True)))
     (second,) = pushed(effects)
     assert second.gradient.tolist() == [2.0, 2.0] and second.marks == (Mark("worker-0", 2, 0),)
-    assert gives(effects[1:], Install(torch.zeros(2)), Compute(fresh=True))
+    assert gives(effects[1:], Install(torch.zeros(2)), Compute("rows", True))
     assert len(learner.under_way) == 1
 
 
@@ -613,7 +614,7 @@ def test_rudra_section_3_3_the_newest_weights_are_installed_between_two_gradient
         assert gives(play(learner, downcast(clock, [float(clock)] * 2)), Send("hub", Got(clock)))
     effects = play(learner, gradient())
     assert pushed(effects)[0].marks[0].clock == 0, "the gradient was taken at the weights before"
-    assert gives(effects[1:], Install(torch.tensor([2.0, 2.0])), Compute(fresh=True))
+    assert gives(effects[1:], Install(torch.tensor([2.0, 2.0])), Compute("rows", True))
 
 
 def test_rudra_section_3_3_the_hub_casts_new_weights_down_when_all_have_the_last() -> None:
@@ -644,7 +645,7 @@ def test_with_overlap_a_hardsync_learner_waits_for_the_downcast() -> None:
     play(learner, started(), weights(0))
     assert [type(effect) for effect in play(learner, gradient())] == [Send]
     assert play(learner, Received("hub", Current(push=True))) == []
-    assert gives(play(learner, downcast(1)), Send("hub", Got(1)), Install(torch.zeros(2)), Compute(fresh=True))
+    assert gives(play(learner, downcast(1)), Send("hub", Got(1)), Install(torch.zeros(2)), Compute("flat", True))
 
 
 # ---- Downpour -------------------------------------------------------------------------------------------------------
@@ -654,14 +655,14 @@ def test_downpour_a_learner_pushes_sums_pulls_now_and_then_and_steps_by_itself()
     learner = machine(Server(sync="async", push_every=2, pull_every=3), "worker-0")
     play(learner, started(), weights(0))
 
-    assert gives(play(learner, gradient((1.0, 0.0))), Step(), Compute())
+    assert gives(play(learner, gradient((1.0, 0.0))), Step(), Compute("flat"))
 
     first = Push((Mark("worker-0", 2, 0),), torch.tensor([3.0, 0.0]), snapshot(2), samples=2, have=None)
     assert gives(play(learner, gradient((2.0, 0.0))), Step(), Send("hub", first))
-    assert gives(play(learner, Received("hub", Current(push=True))), Compute())
+    assert gives(play(learner, Received("hub", Current(push=True))), Compute("flat"))
 
     assert gives(play(learner, gradient((4.0, 0.0))), Step(), Send("hub", Pull(0, 2)))
-    assert gives(play(learner, weights(5, [7.0, 7.0])), Install(torch.tensor([7.0, 7.0])), Compute())
+    assert gives(play(learner, weights(5, [7.0, 7.0])), Install(torch.tensor([7.0, 7.0])), Compute("flat"))
 
     second = Push((Mark("worker-0", 4, 5),), torch.tensor([12.0, 0.0]), snapshot(2), samples=2, have=None)
     assert gives(play(learner, gradient((8.0, 0.0))), Step(), Send("hub", second))
@@ -685,6 +686,67 @@ def test_downpour_the_hub_steps_with_the_sum_and_counts_all_its_gradients() -> N
     assert (hub.pace.step, hub.pace.samples) == (1, 8), "two gradients of two learners are a step"
 
 
+# ---- GaDei: weights that all share ----------------------------------------------------------------------------------
+
+SHARED = Server(sync="async", rate="none", consistent=False)
+
+
+def told(clock: int, push: bool = True) -> Received:
+    return Received("hub", Current(push, clock))
+
+
+def test_a_sharing_learner_goes_on_while_pushes_are_unanswered_but_does_not_run_away() -> None:
+    learner = machine(SHARED, "worker-0")
+    assert gives(play(learner, started()), Send("hub", Pull(-1, 2)))
+    assert gives(play(learner, told(3, push=False)), Compute("rows", True)), "no weights to install"
+    first, second, third = (Mark("worker-0", number, clock) for number, clock in ((1, 3), (2, 3), (3, 5)))
+    effects = play(learner, gradient())
+    assert pushed(effects)[0].marks == (first,) and gives(effects[1:], Compute("rows", True))
+    effects = play(learner, gradient())
+    assert [one.marks for one in pushed(effects)] == [(second,)] and len(effects) == 1, "two are unanswered"
+    assert gives(play(learner, told(5)), Compute("rows", True))
+    assert play(learner, told(6)) == [], "it computes already"
+    assert pushed(play(learner, gradient()))[0].marks == (third,), "the newest clock told when it was begun"
+
+
+def test_a_hub_whose_weights_all_share_steps_where_a_gradient_lies_and_tells_the_clock() -> None:
+    hub = machine(SHARED, vector=(0.0, 0.0, 5.0), buffers=1)
+    assert answers(play(hub, started(), pull("worker-0", length=3))) == {"worker-0": Current(clock=0)}
+    for number in (1, 2):
+        event = push("worker-0", [1.0, 2.0], clock=0, number=number, have=None)
+        effects = play(hub, event)
+        assert of_kind(effects, Step)[0].gradient is event.message.gradient, "no copy and no pass over it"
+        assert gives(effects[1:2], Record({"clock": number, "clocks": [0], "staleness": number - 1.0}, (number - 1,)))
+        assert gives(effects[2:], Send("worker-0", Current(True, number))), "buffers are shared too: nothing to install"
+
+
+def test_gadei_theorem_3_each_gradient_is_stepped_with_once() -> None:
+    """The sum of what is pushed is what the weights lose, whoever dies; a lost or doubled gradient would show."""
+    faults = Faults().crash("worker-1", at=0.5).restart("worker-2", at=0.7, seconds=0.3)
+    sim = Sim(workers=3, faults=faults, detect_seconds=0.05, step_seconds=StepTime(0.1, spread=0.5))
+    outcome = sim.execute(RunPlan.make(SyntheticTask(), SHARED, sim, Request(steps=40, trace=False), None), Nobody())
+    assert outcome.reason == "all steps made"
+    taken = sum(meter.steps for name, meter in outcome.meters.items() if name != "hub")
+    stepped = sum(outcome.meters["hub"].staleness.values())
+    assert stepped == 120 and stepped <= taken <= stepped + 4 * UNANSWERED_MAX
+    assert max(outcome.meters["hub"].staleness) <= 3 * (UNANSWERED_MAX + 1) + 3
+
+
+def test_weights_are_shared_where_they_can_be_unless_they_shall_be_consistent() -> None:
+    assert ASYNC.settled(2, 2) == replace(ASYNC, consistent=False)
+    assert ASYNC.settled(2, None) == ASYNC and not ASYNC.shares
+    for options in (replace(ASYNC, consistent=True), replace(ASYNC, compress="fp16"), SOFT, OVERLAP):
+        assert options.settled(2, 2) == options and not options.shares
+
+
+def test_softsync_keeps_what_it_cannot_use_at_once() -> None:
+    hub = machine(Server(sync="soft", rate="none"))
+    first = push("worker-0", [2.0, 4.0])
+    play(hub, started(), first)
+    first.message.gradient.fill_(9.0)  # its sender has been answered and writes there again
+    assert steps(play(hub, push("worker-1"))) == [([1.0, 2.0], 1.0)]
+
+
 # ---- options --------------------------------------------------------------------------------------------------------
 
 
@@ -701,6 +763,8 @@ def test_downpour_the_hub_steps_with_the_sum_and_counts_all_its_gradients() -> N
         ({"push_every": 2}, "use them with sync='soft' or 'async'"),
         ({"pull_every": 2}, "use them with sync='soft' or 'async'"),
         ({"sync": "async", "overlap": True, "push_every": 2}, "without overlap"),
+        ({"consistent": False}, "consistent=False needs sync='async', not 'hard'"),
+        ({"sync": "async", "consistent": False, "compress": "int8"}, "nothing is sent that compress='int8'"),
         ({"sync": "soft", "overlap": True, "pull_every": 2}, "without overlap"),
     ],
     ids=str,

@@ -504,9 +504,9 @@ def test_a_gradient_that_was_sent_may_not_be_overwritten_by_the_next_one() -> No
         def script(event: Event, now: float) -> list[Effect]:
             match event:
                 case Started():
-                    return [Compute()]
+                    return [Compute("flat")]
                 case GradientReady(gradient=gradient) if now < 1:
-                    return [Send("b", Parcel(0, gradient)), Compute(fresh)]
+                    return [Send("b", Parcel(0, gradient)), Compute("flat", fresh)]
             return []
 
         return script

@@ -245,7 +245,7 @@ def test_a_learner_counts_only_the_time_in_which_it_waits_for_data(monkeypatch: 
     learner = Learner(Slow(), batches(), node="worker-0", seed=0)
     assert learner.load_seconds == 0
     for _ in range(2):
-        learner.compute(False)
+        learner.compute("flat", False)
     assert learner.load_seconds == 6.0
 
 

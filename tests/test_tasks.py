@@ -131,7 +131,7 @@ def test_every_network_learns_its_first_batch_on_the_flat_vector(small: dict[str
         learner = Learner(task, iter([batch] * 9), node="worker-0", seed=0)
         losses = []
         for _ in range(8):
-            losses.append(learner.compute(False)[1])
+            losses.append(learner.compute("flat", False)[1])
             learner.step(None, 1.0)
         assert losses[-1] < losses[0], f"{name}: {losses}"
 

@@ -250,7 +250,7 @@ def test_padding_is_zero_and_stays_zero(tmp_path: Path) -> None:
     assert int((texts == 0).sum()) > 0
     learner = Learner(task, iter([[texts, labels]] * 5), node="worker-0", seed=0)
     for _ in range(5):
-        learner.compute(False)
+        learner.compute("flat", False)
         learner.step(None, 1.0)
     assert float(learner.weights[:4].abs().max()) == 0
     assert float(learner.weights[4:8].abs().max()) > 0

@@ -117,11 +117,11 @@ def gradient_seconds(plan: RunPlan, seconds: float = 0.0) -> float:
     torch.set_num_threads(1)
     try:
         replica = plan.build(next(node for node in plan.nodes if node.computes))[1]
-        replica.compute(False)  # the first one warms up
+        replica.compute("step", False)  # the first one warms up
         taken: list[float] = []
         while len(taken) < 3 or sum(taken) < seconds:
             begun = time.perf_counter()
-            replica.compute(False)
+            replica.compute("step", False)
             taken.append(time.perf_counter() - begun)
     finally:
         torch.set_num_threads(threads)

@@ -262,7 +262,7 @@ def bench_(
         table.add_row(*(_text(value) for value in row.values()))
     _out.print(table)
     for ratio, value in outcome["ratios"].items():
-        _out.print(f"{ratio}: {value:.4f}", highlight=False)
+        _out.print(f"{ratio}: {'none' if value is None else f'{value:.4f}'}", highlight=False)
 
 
 @app.command("study")

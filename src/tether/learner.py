@@ -17,15 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from tether.errors import Diverged, TaskError, UsageError
+from tether.machine import Taken, Wanted
 from tether.rows import rows_of
 from tether.task import SyntheticTask, Task, describe_error
-from tether.vector import Empty, Shared, Vector
+from tether.vector import Empty, Shared, Vector, put_gradient
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
 ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 }
+#: a parameter of so many values is a run of its own, so that a step can use its gradient where backward made it
+LARGE = 1 << 16
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 
@@ -61,11 +64,14 @@ class Learner:
                 "exchange: use an optimizer such as torch.optim.SGD or Adam"
             )
         self._rows = rows_of(self.model, self.vector, self.optimizer)
-        self.flat = flatten(self.optimizer, self.vector, [(part.start, part.stop) for part in self._rows])
-        starts = {part.start for part in self._rows}
-        places = zip(self.vector.parameters, self.vector.positions, strict=False)
-        self._dense = [parameter for parameter, start in places if start not in starts]
-        #: each embedding with its run of the vector and its group of the optimizer
+        places = list(zip(self.vector.parameters, self.vector.positions, strict=False))
+        self._large = {start: p for p, start in places if p.numel() >= LARGE}
+        by_rows = {part.start: part.stop for part in self._rows}
+        alone = by_rows | {start: start + p.numel() for start, p in self._large.items()}
+        runs = flatten(self.optimizer, self.vector, alone.items())
+        self.flat = runs is not None
+        self._runs = runs or []
+        #: each embedding that is stepped by rows, with its run of the vector and its group of the optimizer
         self._row_runs = [
             (part, run, group)
             for part in self._rows
@@ -73,19 +79,21 @@ class Learner:
             for run in group["params"]
             if isinstance(run, _FlatRun) and run.start == part.start
         ]
+        self._dense = [(p, self._packed(start)) for p, start in places if start not in by_rows]
+        self._empty = empty
         self.scheduler = task.scheduler(self.optimizer)
         self._batches = batches
         self._steps = 0
         self.load_seconds = 0.0
 
-    def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
+    def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         self._steps += 1
-        if fresh:
+        self._drop()
+        if fresh and wanted != "step":
             self.vector.renew_gradient()
-        else:
             for part in self._rows:
-                part.zero()
-        for parameter in self._dense:
+                part.laid = None
+        for parameter in self.vector.parameters:
             parameter.grad = None  # a gradient made anew and copied costs half of one added to zeros
         try:
             began = time.perf_counter()
@@ -108,26 +116,18 @@ class Learner:
         if not math.isfinite(value):
             remedy = "lower the learning rate, clip gradients or check the data"
             raise self._error(f"the loss became {value}", remedy, Diverged)
-        gradient = self.vector.gather_gradient()
         for part in self._rows:
-            part.gather()
-        return gradient, value, self.task.batch_size
+            part.take()
+        gradient, touched = self._gather(wanted)
+        return Taken(gradient, value, self.task.batch_size, touched)
 
-    def step(self, gradient: Tensor | None, rate: float) -> None:
-        own = self.vector.gradient
-        foreign = gradient is not None and gradient is not own
-        if foreign and not self.flat:
-            raise UsageError(
-                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
-                "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
-                "torch.optim.SGD or Adam"
-            )
-        for part, run, group in self._row_runs:
-            run.done = part.touched is not None and not foreign
-            if run.done:
-                part.step(self.optimizer, group, run, rate)
+    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+        own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
-            self.vector.gradient = gradient.to(own)  # it is read where it lies: a copy costs as much as the step
+            self._show(gradient.to(self.weights), touched)
+        for part, run, group in self._row_runs:
+            if run.grad is None:
+                part.step(self.optimizer, group, run, rate)
         if rate == 1.0:
             self.optimizer.step()
         else:
@@ -137,14 +137,84 @@ class Learner:
             self.optimizer.step()
             for group, lr in zip(self.optimizer.param_groups, usual, strict=True):
                 group["lr"] = lr
-        self.vector.gradient = own
+        if gradient is not None:
+            for run, run_gradient in zip(self._runs, own[0], strict=True):
+                run.grad = run_gradient
+            for part, rows in zip(self._rows, own[1], strict=True):
+                part.touched, part.values = rows
         if self.scheduler is not None:
             self.scheduler.step()
 
     def load_gradient(self, gradient: Tensor) -> None:
         self.vector.gradient.copy_(gradient)
         for part in self._rows:
-            part.touched = None
+            part.drop()
+            part.laid = None
+        self._lay(self.vector.gradient)
+
+    def _gather(self, wanted: Wanted) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """What is wanted of the gradient that backward has made, and all of it laid out for a step."""
+        touched = {part.start: part.touched for part in self._rows if part.touched is not None}
+        if wanted == "rows" and 0 < len(touched) == len(self._rows):
+            self.vector.gather_buffers()
+            packed = self._pack()
+            self._lay(packed, packed=True)
+            return packed, tuple(touched.values())
+        made = {start: p.grad for start, p in self._large.items() if p.grad is not None and not p.grad.is_sparse}
+        flat = self.vector.gather_gradient(touched.keys() | made.keys() if wanted == "step" else touched.keys())
+        self._lay(flat)
+        if wanted == "step":
+            for run in self._runs:
+                if run.start in made:
+                    run.grad = made[run.start].reshape(-1)
+            return flat[:0], ()
+        for part in self._rows:
+            part.lay()
+        return flat, ()
+
+    def _pack(self) -> Tensor:
+        """The dense parameters' gradients and, behind them, those of the touched rows."""
+        rows = [part.values.reshape(-1) for part in self._rows if part.values is not None]
+        dense = self._packed(self.parameter_count)
+        count = dense + sum(map(len, rows))
+        packed = self._empty(count, dtype=self.weights.dtype, device=self.weights.device)
+        for parameter, start in self._dense:
+            put_gradient(parameter, packed[start : start + parameter.numel()].view(parameter.shape))
+        if rows:
+            torch.cat(rows, out=packed[dense:])
+        return packed
+
+    def _packed(self, position: int) -> int:
+        """Where a position of the vector is in a gradient whose rows are apart."""
+        return position - sum(part.stop - part.start for part in self._rows if part.start < position)
+
+    def _lay(self, gradient: Tensor, packed: bool = False) -> None:
+        """Show the optimizer its gradients, but for the embeddings whose touched rows are known."""
+        touched = {part.start for part in self._rows if part.touched is not None}
+        for run in self._runs:
+            start = self._packed(run.start) if packed else run.start
+            run.grad = None if run.start in touched else gradient[start : start + len(run)]
+
+    def _show(self, gradient: Tensor, touched: tuple[Tensor, ...]) -> None:
+        """Have the optimizer see one from elsewhere. It is read where it lies: a copy costs as much as a step."""
+        if not self.flat:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
+                "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
+                "torch.optim.SGD or Adam"
+            )
+        self._drop()
+        position = self._packed(self.parameter_count)
+        for part, rows in zip(self._rows, touched, strict=False):
+            position = part.put(rows, gradient, position)
+        self._lay(gradient, packed=bool(touched))
+
+    def _drop(self) -> None:
+        """Let go of the last gradient, so that its memory can be used again."""
+        for run in self._runs:
+            run.grad = None
+        for part in self._rows:
+            part.drop()
 
     def state(self) -> dict[str, Any]:
         return copy.deepcopy(
@@ -184,13 +254,14 @@ class SyntheticLearner:
         self._empty = empty
         self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
 
-    def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
+    def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         if fresh:
             self._gradient = self._empty(self.parameter_count, dtype=self.weights.dtype)
         self._gradient.normal_(0.0, self.task.noise, generator=self._noise).add_(self.weights)
-        return self._gradient, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size
+        given = self._gradient[:0] if wanted == "step" else self._gradient
+        return Taken(given, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size)
 
-    def step(self, gradient: Tensor | None, rate: float) -> None:
+    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
         self.weights.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
 
     def load_gradient(self, gradient: Tensor) -> None:
@@ -215,60 +286,51 @@ def build_model(task: Task, seed: int) -> nn.Module:
     return model
 
 
-def flatten(optimizer: torch.optim.Optimizer, vector: Vector, apart: Iterable[tuple[int, int]] = ()) -> bool:
+def flatten(
+    optimizer: torch.optim.Optimizer, vector: Vector, apart: Iterable[tuple[int, int]] = ()
+) -> list[_FlatRun] | None:
     """Make an optimizer work on whole runs of the flat vector instead of on one parameter after another.
 
-    The optimizer keeps its class, groups and settings; `apart` are parameters that stay runs of their own. False, and
-    nothing changed, for an optimizer that is not elementwise.
+    The optimizer keeps its class, groups and settings; `apart` are parameters that stay runs of their own. None, and
+    nothing changed, for an optimizer that is not elementwise. Each run is to be given its gradient before a step.
     """
     if type(optimizer) not in ELEMENTWISE:
-        return False
+        return None
     places = {
         id(parameter): (start, start + parameter.numel())
         for parameter, start in zip(vector.parameters, vector.positions, strict=False)
     }
+    edges = {edge for part in apart for edge in part}
+    made: list[_FlatRun] = []
     for group in optimizer.param_groups:
         if any(p.requires_grad and id(p) not in places for p in group["params"]):
             raise TaskError(
                 "the optimizer holds a parameter that is not the model's: make it part of what model() returns"
             )
         runs: list[list[int]] = []
-        edges = {edge for part in apart for edge in part}
         for start, stop in sorted(places[id(p)] for p in group["params"] if id(p) in places):
             if runs and runs[-1][1] == start and start not in edges:
                 runs[-1][1] = stop
             else:
                 runs.append([start, stop])
         group["params"] = [_FlatRun.of(vector, start, stop) for start, stop in runs]
+        made += group["params"]
         if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and not group.get("foreach"):
             group["fused"] = not group.get("differentiable", False)
     optimizer.state.clear()
-    return True
+    return made
 
 
 class _FlatRun(nn.Parameter):
-    """A run of the vector as an optimizer sees it: its gradient is always the vector's current one, or none if done."""
+    """A run of the vector as an optimizer sees it."""
 
-    _vector: Vector
     start: int
-    _stop: int
-    #: its step has been made already
-    done: bool
 
     @staticmethod
     def of(vector: Vector, start: int, stop: int) -> _FlatRun:
         run = _FlatRun(vector.weights[start:stop])
-        run._vector, run.start, run._stop, run.done = vector, start, stop, False
+        run.start = start
         return run
-
-    @property
-    def grad(self) -> Tensor | None:
-        return None if self.done else self._vector.gradient[self.start : self._stop]
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        gradient = self._vector.gradient[self.start : self._stop]
-        gradient.zero_() if value is None else gradient.copy_(value)
 
 
 def _to(batch: Any, device: torch.device) -> Any:

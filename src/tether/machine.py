@@ -13,6 +13,8 @@ What holds for every machine and every runtime:
 - What is marked `loose` may be done beside later events, by several threads at once and without a lock on the vector
   (Hogwild): where two changes meet at one element, one of them may be lost there. It is done before the next
   `Evaluate`, `Checkpoint` or `Finish`.
+- What a gradient is wanted for is said with `Compute`: a machine that only steps with it is not given it, which saves a
+  copy; one that passes it on as it is may have the touched rows of embeddings instead of all.
 - A tensor inside a `Send`, `Broadcast` or `Reduce` is read-only from then on. A gradient that was sent stays untouched
   until the next `Compute`; `Compute(fresh=True)` leaves it alone for good and uses another buffer.
 - At most one `Compute` is outstanding per node.
@@ -27,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 import torch
@@ -60,6 +62,7 @@ class Started(Event, frozen=True):
 class GradientReady(Event, frozen=True):
     """The outstanding `Compute` is done; `seconds` is how long it took.
 
+    `gradient` and `touched` are what was wanted of it; with rows in `touched` the two go together, in a `Step` too.
     `exchange_seconds` are the processor's that the node has spent on exchanges since the gradient before, and that
     training on the same processors went without. Where exchanges take none, as in the simulator, it is 0.
     """
@@ -69,6 +72,7 @@ class GradientReady(Event, frozen=True):
     samples: int
     seconds: float
     exchange_seconds: float = 0.0
+    touched: tuple[Tensor, ...] = ()
 
 
 class Received(Event, frozen=True):
@@ -131,9 +135,15 @@ class Effect(msgspec.Struct, frozen=True, tag=True):
     """Something a machine wants done."""
 
 
+#: of a gradient: that the node's own `Step` has it, no more; the flat tensor; or that tensor without the embeddings
+#: that are stepped by rows, and behind it the rows that were touched
+Wanted = Literal["step", "flat", "rows"]
+
+
 class Compute(Effect, frozen=True):
     """Take the gradient of the next mini-batch at the weights as they are now."""
 
+    wanted: Wanted = "step"
     fresh: bool = False
 
 
@@ -142,6 +152,7 @@ class Step(Effect, frozen=True):
 
     gradient: Tensor | None = None
     rate: float = 1.0
+    touched: tuple[Tensor, ...] = ()
 
 
 class Install(Effect, frozen=True):
@@ -345,6 +356,15 @@ class Machine(Protocol):
         ...
 
 
+class Taken(NamedTuple):
+    """A gradient, or what was wanted of it, with its loss and its number of samples."""
+
+    gradient: Tensor
+    loss: float
+    samples: int
+    touched: tuple[Tensor, ...] = ()
+
+
 class Replica(Protocol):
     """What performs `Compute`, `Step` and `Install` at a node: a learner, or a stand-in with synthetic gradients."""
 
@@ -353,11 +373,11 @@ class Replica(Protocol):
     #: how long `compute` has waited for data so far
     load_seconds: float
 
-    def compute(self, fresh: bool) -> tuple[Tensor, float, int]:
-        """The gradient of the next mini-batch, its loss and its number of samples."""
+    def compute(self, wanted: Wanted, fresh: bool) -> Taken:
+        """Take the gradient of the next mini-batch."""
         ...
 
-    def step(self, gradient: Tensor | None, rate: float) -> None:
+    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
         """One optimizer step."""
         ...
 
@@ -382,8 +402,8 @@ def stream_of(tag: str) -> str:
 def change(replica: Replica, effect: Effect) -> bool:
     """Perform an effect that changes the node's own vector; whether it was one."""
     match effect:
-        case Step(gradient=gradient, rate=rate):
-            replica.step(gradient, rate)
+        case Step(gradient=gradient, rate=rate, touched=touched):
+            replica.step(gradient, rate, touched)
         case Install(values=values, start=start):
             replica.weights[start : start + len(values)].copy_(values)
         case Add(values=values, rate=rate, start=start):

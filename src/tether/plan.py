@@ -219,7 +219,10 @@ class RunPlan:
             _data=data,
         )
         if plan.shares and plan.record:
-            raise UsageError("nodes that share one vector cannot be recorded: each would see the others' changes")
+            raise UsageError(
+                "nodes that share one vector cannot be recorded, since each would see the others' changes: use "
+                "consistent=True and apply='server'"
+            )
         joint = next(node for node in plan.nodes if plan.joint in ("", node.name))
         _, replica = plan.build(joint)
         if protocol.steps_at_hub and isinstance(replica, Learner) and not replica.flat:

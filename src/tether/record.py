@@ -59,6 +59,7 @@ class _GradientReady(msgspec.Struct, frozen=True, tag="GradientReady"):
     samples: int
     seconds: float
     exchange_seconds: float
+    touched: tuple[Tensor, ...]
     buffers: Tensor
 
 

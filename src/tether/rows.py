@@ -7,7 +7,10 @@ Then a step costs what the batch costs, and not what the vocabulary does.
 - An embedding that was made with `sparse=True` has its rows stepped by SGD, momentum or Adam. Momentum and Adam are
   lazy: the moments of a row that is not touched rest until it is.
 - An ordinary `nn.Embedding` is treated so with plain SGD, where it makes no difference to the result.
-- A gradient that comes from elsewhere, or that is dense because the weight is also used otherwise, touches all rows.
+- A gradient that is dense, because the weight is also used otherwise or because it was averaged, touches all rows.
+
+A gradient that travels as it is has the dense parameters first, without gaps, and behind them the touched rows of one
+embedding after the other; which those are goes along.
 
 Moments are kept where the optimizer keeps them, so dense and sparse steps may take turns.
 """
@@ -33,37 +36,48 @@ class Rows:
         self.stop = self.start + parameter.numel()
         #: the rows that have a gradient; None: all, or not known
         self.touched: Tensor | None = None
-        self._seen: list[Tensor] = []
-        self._dense = False
-        parameter.register_hook(self._note)  # type: ignore[no-untyped-call]
+        #: the gradient of each of those
+        self.values: Tensor | None = None
+        #: the rows of the flat gradient that are not zero; None: not known
+        self.laid: Tensor | None = None
 
-    def _note(self, gradient: Tensor) -> None:
-        if gradient.is_sparse:
-            self._seen.append(gradient._indices()[0])
-        else:
-            self._dense = True
-
-    def gather(self) -> None:
+    def take(self) -> None:
         """After a backward pass: know the rows that it touched."""
-        self.touched = None
-        if not self._dense:
-            self.touched = torch.unique(torch.cat(self._seen)) if self._seen else torch.empty(0, dtype=torch.long)
-        self._seen, self._dense = [], False
-
-    def zero(self) -> None:
-        """Make the gradient zero again."""
-        gradient = self._of(self._vector.gradient)
-        if self.touched is None:
-            gradient.zero_()
+        gradient = self._parameter.grad
+        if gradient is None:
+            self.touched = torch.empty(0, dtype=torch.long, device=self._parameter.device)
+            self.values = self._parameter.new_empty(0, self._parameter.shape[1])
+        elif gradient.is_sparse:
+            rows = gradient.coalesce()
+            self.touched, self.values = rows.indices()[0], rows.values()
         else:
-            gradient.index_fill_(0, self.touched, 0.0)
-        self.touched = None
+            self.drop()
+
+    def put(self, rows: Tensor, gradient: Tensor, position: int) -> int:
+        """Take these rows' gradients from a position of one that has travelled; where the next begin."""
+        end = position + len(rows) * self._parameter.shape[1]
+        self.touched, self.values = rows, gradient[position:end].view(len(rows), -1)
+        return end
+
+    def drop(self) -> None:
+        """Know of no rows any more."""
+        self.touched = self.values = None
+
+    def lay(self) -> None:
+        """Put the touched rows, if they are known, into the flat gradient."""
+        if self.touched is not None and self.values is not None:
+            part = self._of(self._vector.gradient)
+            if self.laid is None:
+                part.zero_()
+            else:
+                part.index_fill_(0, self.laid, 0.0)
+            part.index_copy_(0, self.touched, self.values)
+        self.laid = self.touched
 
     def step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], run: Tensor, rate: float) -> None:
         """What the optimizer would do to the touched rows."""
-        assert self.touched is not None
-        rows, weights = self.touched, self._of(self._vector.weights)
-        change = self._of(self._vector.gradient).index_select(0, rows)
+        assert self.touched is not None and self.values is not None
+        rows, change = self.touched, self.values
         state = optimizer.state[run]
         if isinstance(optimizer, torch.optim.Adam):
             if not state:
@@ -80,9 +94,9 @@ class Rows:
             if state.get("momentum_buffer") is None:
                 state["momentum_buffer"] = torch.zeros_like(run)
             kept = self._of(state["momentum_buffer"])
-            change += kept.index_select(0, rows).mul_(group["momentum"])
+            change = kept.index_select(0, rows).mul_(group["momentum"]).add_(change)
             kept.index_copy_(0, rows, change)
-        weights.index_add_(0, rows, change, alpha=-float(group["lr"]) * rate)
+        self._of(self._vector.weights).index_add_(0, rows, change, alpha=-float(group["lr"]) * rate)
 
     def _of(self, values: Tensor) -> Tensor:
         """The embedding's part of the vector, or the whole of a tensor that is as long as that, as rows."""

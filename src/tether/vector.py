@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -66,29 +66,39 @@ class Vector:
         self.renew_gradient()
 
     def renew_gradient(self) -> None:
-        """Put the gradients into a new buffer; the old one keeps its values for whoever still holds it."""
+        """Have the next gradients in a new buffer; the old one keeps its values for whoever still holds it."""
         self.gradient = self._empty(self.parameter_count, dtype=self.weights.dtype, device=self.weights.device)
-        self.gradient.zero_()
         self._gradient_views: list[Tensor] = []
         for parameter, start in zip(self.parameters, self.positions, strict=False):
-            view = self.gradient[start : start + parameter.numel()].view(parameter.shape)
-            parameter.grad = view
-            self._gradient_views.append(view)
+            self._gradient_views.append(self.gradient[start : start + parameter.numel()].view(parameter.shape))
+            parameter.grad = None
 
-    def gather_gradient(self) -> Tensor:
-        """The flat gradient after a backward pass, whatever the passes did to `parameter.grad` and to buffers."""
-        for parameter, view in zip(self.parameters, self._gradient_views, strict=True):
-            if parameter.grad is not view:
-                if parameter.grad is None:
-                    view.zero_()
-                else:
-                    view.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+    def gather_gradient(self, left: Collection[int] = ()) -> Tensor:
+        """The flat gradient after a backward pass, whatever the passes did to `parameter.grad` and to buffers.
+
+        Gradients of the parameters at the positions `left` stay where they are.
+        """
+        for parameter, view, start in zip(self.parameters, self._gradient_views, self.positions, strict=False):
+            if parameter.grad is not view and start not in left:
+                put_gradient(parameter, view)
                 parameter.grad = view
+        self.gather_buffers()
+        return self.gradient
+
+    def gather_buffers(self) -> None:
+        """Have in the vector what a pass has assigned anew instead of writing into it."""
         for part, name, view in self._buffers:
-            if (buffer := getattr(part, name)) is not view:  # assigned anew instead of written into
+            if (buffer := getattr(part, name)) is not view:
                 view.copy_(buffer)
                 setattr(part, name, view)
-        return self.gradient
+
+
+def put_gradient(parameter: Tensor, place: Tensor) -> None:
+    """Copy what backward made of a parameter, or zeros if it made nothing."""
+    if parameter.grad is None:
+        place.zero_()
+    else:
+        place.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
 
 
 def shards(length: int, count: int) -> list[slice]:

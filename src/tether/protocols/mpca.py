@@ -323,9 +323,12 @@ class MpcaWorker:
                 self._count(event)
                 contributions = [e for shard in sorted(self._awaited) for e in self._contribute(shard)]
                 if self.options.penalty == "gradient":
-                    return [Step(self._tilted(gradient)), *contributions, Compute()]
-                return [Step(), *contributions, *self._displace(), Compute()]
+                    return [Step(self._tilted(gradient)), *contributions, self._compute()]
+                return [Step(), *contributions, *self._displace(), self._compute()]
         return []
+
+    def _compute(self) -> Compute:
+        return Compute("flat" if self.options.penalty == "gradient" else "step")
 
     def _take(self, projected: Projected, members: tuple[str, ...]) -> list[Effect]:
         shard = projected.shard
@@ -340,7 +343,7 @@ class MpcaWorker:
         targets = [target for target in self._targets if target is not None]
         if len(targets) == len(self._cut):
             self.running = True
-            effects += [Install(torch.cat(targets)), Compute()]
+            effects += [Install(torch.cat(targets)), self._compute()]
         return effects
 
     def _count(self, ready: GradientReady) -> None:

@@ -21,8 +21,15 @@ merges two.
 Where (GaDei): the hub steps with what is pushed, or, on one machine, each learner steps by itself on weights that all
 share, and nothing is pushed (`tether.protocols.inline`).
 
+Sharing (GaDei, section 4.1). In async on one machine all nodes have one vector, unless `consistent`. Learners take
+gradients at it as it is, also while the hub steps on it, so no weights travel and a pull costs nothing. The answer to a
+push tells the hub's clock; a gradient is marked with the newest that its learner knew when it began, so its staleness
+is at most what is recorded. A learner goes on while a push is unanswered, or two.
+
 Downpour: a learner pushes the sum of `push_every` gradients, pulls every `pull_every` steps and steps by itself
 meanwhile.
+
+Rows: where every push is stepped with by itself it has only the touched rows of embeddings (`tether.rows`).
 
 Conversation: every Pull and Push is answered, by Weights if they are newer than what the asker has, else by Current.
 In hardsync the answer to a push is the update it took part in. A sender keeps its push until the answer comes, and if
@@ -34,7 +41,7 @@ A learner that dies is no longer waited for; what it had pushed counts. One that
 BatchNorm's buffers ride along and are averaged.
 
 Invariants: no gradient is counted twice; none is of a later clock than the hub's; in hardsync all are of its clock,
-and only learners present are awaited; a learner has at most one push under way.
+and only learners present are awaited; a learner has at most one push under way, or two where weights are shared.
 """
 
 from __future__ import annotations
@@ -71,6 +78,7 @@ from tether.machine import (
     Started,
     Step,
     StopRequested,
+    Wanted,
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
@@ -79,6 +87,9 @@ from tether.protocols.inline import Halt, InlineHub, InlineLearner, Tally
 #: a downcast waits for the last one to arrive everywhere, but not for longer than so many gradients of each learner:
 #: a learner that stands still must not freeze the weights of all
 DOWNCAST_PATIENCE = 4
+#: how many pushes of a learner that shares the hub's weights may be unanswered: it need not wait for the hub, and does
+#: not run away from it
+UNANSWERED_MAX = 2
 
 
 class Pull(Message, frozen=True):
@@ -97,9 +108,10 @@ class Weights(Message, frozen=True):
 
 
 class Current(Message, frozen=True):
-    """Downwards: there is nothing newer for you; `push` if it answers a push."""
+    """Downwards: there is nothing newer for you; `push` if it answers a push. `clock`: where weights do not travel."""
 
     push: bool = False
+    clock: int = -1
 
 
 class Refused(Message, frozen=True):
@@ -117,19 +129,27 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Push(Message, frozen=True):
-    """Upwards: the mean of some gradients and of their learners' buffers. `have` asks for weights newer than that."""
+    """Upwards: the mean of some gradients and of their learners' buffers. `have` asks for weights newer than that.
+
+    A gradient that nobody averages on its way may have `touched` rows.
+    """
 
     marks: tuple[Mark, ...]
     gradient: Tensor
     buffers: Tensor
     samples: int
     have: int | None
+    touched: tuple[Tensor, ...] = ()
 
 
 class Got(Message, frozen=True):
     """Learner to hub, with overlap: the downcast of this clock has arrived."""
 
     clock: int
+
+
+#: what learners that share the hub's weights need of the other options
+_PLAIN = {"sync": "async", "topology": "star", "overlap": False, "push_every": 1, "pull_every": 1}
 
 
 @dataclass(frozen=True)
@@ -156,6 +176,11 @@ class Server(Options):
         "async, on one machine: the hub steps (server), or each learner does, on weights that all share (inline); "
         "auto: inline unless a processor is left for the hub",
     )
+    consistent: bool | None = option(
+        None,
+        "async: nobody reads weights while they are written, since copies of them travel; if not, all on one machine "
+        "have them in common; by default they do where they can",
+    )
 
     name = "server"
     summary = "parameter server: the hub steps with the learners' gradients (Rudra, Downpour)"
@@ -179,30 +204,36 @@ class Server(Options):
                 "without overlap, which sends each gradient on its own"
             )
 
-        self._check_apply()
+        self._check_sharing()
 
-    def _check_apply(self) -> None:
-        if self.apply == "server":
+    def _check_sharing(self) -> None:
+        asked = f"apply={self.apply!r}" if self.apply != "server" else "consistent=False"
+        if asked == "consistent=False" and self.consistent is not False:
             return
-        plain = {"sync": "async", "topology": "star", "overlap": False, "push_every": 1, "pull_every": 1}
-        for name, value in plain.items():
+        for name, value in _PLAIN.items():
             if getattr(self, name) != value:
-                raise UsageError(f"apply={self.apply!r} needs {name}={value!r}, not {getattr(self, name)!r}")
-        if self.apply == "inline" and self.compress != "none":
-            raise UsageError(f"with apply='inline' nothing is sent that compress={self.compress!r} could make smaller")
+                raise UsageError(f"{asked} needs {name}={value!r}, not {getattr(self, name)!r}")
+        if self.shares and self.compress != "none":
+            raise UsageError(f"with {asked} nothing is sent that compress={self.compress!r} could make smaller")
         if self.apply == "inline" and self.rate not in ("auto", "none", "1/n"):
             raise UsageError(f"rate={self.rate!r} goes by what the hub knows of each gradient: use apply='server'")
+        if self.apply == "inline" and self.consistent:
+            raise UsageError("learners that step on shared weights read what others write: use apply='server'")
 
     @property
     def shares(self) -> bool:
-        return self.apply == "inline"
+        return self.apply == "inline" or self.consistent is False
 
     def settled(self, workers: int, processors: int | None) -> Options:
-        if self.apply != "auto":
-            return self
-        crowded = processors is not None and processors <= workers
-        able = self.compress == "none" and self.rate in ("auto", "none", "1/n")
-        return replace(self, apply="inline" if crowded and able else "server")
+        plain = self.compress == "none" and all(getattr(self, name) == value for name, value in _PLAIN.items())
+        chosen = self
+        if self.apply == "auto":
+            crowded = processors is not None and processors <= workers
+            able = plain and self.rate in ("auto", "none", "1/n") and not self.consistent
+            chosen = replace(self, apply="inline" if crowded and able else "server")
+        if chosen.apply == "server" and chosen.consistent is None and plain and processors is not None:
+            chosen = replace(chosen, consistent=False)
+        return chosen
 
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
@@ -212,7 +243,8 @@ class Server(Options):
             for topology in ("star", "tree")
             for overlap in (False, True)
         ]
-        return *combinations, cls(sync="async", push_every=2, pull_every=3), cls(sync="async", apply="inline")
+        sharing = cls(sync="async", apply="inline"), cls(sync="async", consistent=False)
+        return *combinations, cls(sync="async", push_every=2, pull_every=3), *sharing
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         if self.n > workers:
@@ -223,7 +255,7 @@ class Server(Options):
         return Node("hub", "hub"), *_tree(learners, self.fan_out)
 
     def machine(self, seat: Seat) -> Machine:
-        if self.shares:
+        if self.apply == "inline":
             rate = 1 / len(seat.workers) if self.rate == "1/n" else 1.0
             return InlineHub(seat) if seat.node.role == "hub" else InlineLearner(seat, rate)
         match seat.node.role:
@@ -231,7 +263,7 @@ class Server(Options):
                 return ServerHub(seat, self)
             case "aggregator":
                 return Aggregator(seat, self)
-        return ServerLearner(seat, self)
+        return SharingLearner(seat) if self.shares else ServerLearner(seat, self)
 
 
 def _tree(learners: list[Node], fan_out: int) -> list[Node]:
@@ -252,25 +284,43 @@ def _tree(learners: list[Node], fan_out: int) -> list[Node]:
 
 
 class _Sum:
-    """Gradients on their way into one mean, weighted by their samples."""
+    """Gradients on their way into one mean, weighted by their samples.
+
+    A lone push is looked at where it lies: most often it is used up by the event that brought it. If it is not, `keep`
+    copies it, for its sender will write there again.
+    """
 
     def __init__(self) -> None:
         self.marks: list[Mark] = []
         self.samples = 0
+        self._lone: tuple[Push, float] | None = None
         self._gradient: Tensor | None = None
         self._buffers: Tensor | None = None
 
     def add(self, push: Push, scale: float = 1.0) -> None:
+        self.keep()
         self.marks += push.marks
         self.samples += push.samples
         if self._gradient is None or self._buffers is None:
-            self._gradient = push.gradient * (push.samples * scale)
-            self._buffers = push.buffers * push.samples
+            self._lone = push, scale
         else:
             self._gradient.add_(push.gradient, alpha=push.samples * scale)
             self._buffers.add_(push.buffers, alpha=push.samples)
 
+    def keep(self) -> None:
+        if self._lone is not None:
+            push, scale = self._lone
+            self._gradient, self._buffers = push.gradient * (push.samples * scale), push.buffers * push.samples
+            self._lone = None
+
+    @property
+    def touched(self) -> tuple[Tensor, ...]:
+        return self._lone[0].touched if self._lone is not None else ()
+
     def means(self) -> tuple[Tensor, Tensor]:
+        if self._lone is not None:
+            push, scale = self._lone
+            return push.gradient if scale == 1.0 else push.gradient * scale, push.buffers
         assert self._gradient is not None and self._buffers is not None
         return self._gradient.div_(self.samples), self._buffers.div_(self.samples)
 
@@ -352,6 +402,8 @@ class ServerLearner(_Below):
         self.used_clock = -1
         self._accrued: Tensor | None = None
         self._accrued_samples = 0
+        alone = (options.sync, options.topology, options.push_every, options.compress) == ("async", "star", 1, "none")
+        self._wanted: Wanted = "rows" if alone else "flat"
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
@@ -367,9 +419,9 @@ class ServerLearner(_Below):
             case Broadcasted(message=Weights() as weights):
                 self._keep(weights)
                 return [Send("hub", Got(weights.clock)), *self._go()]
-            case GradientReady(gradient=gradient, samples=samples):
+            case GradientReady():
                 self.computing = False
-                return [*self._took(gradient, samples), *self._go()]
+                return [*self._took(event.gradient, event.touched, event.samples), *self._go()]
             case PeerLost(peer=peer):
                 return self._lose(peer)
             case Received(message=Refused(reason=reason)):
@@ -380,7 +432,7 @@ class ServerLearner(_Below):
         if weights.clock > max(self.clock, self.newest.clock if self.newest else -1):
             self.newest = weights
 
-    def _took(self, gradient: Tensor, samples: int) -> list[Effect]:
+    def _took(self, gradient: Tensor, touched: tuple[Tensor, ...], samples: int) -> list[Effect]:
         """A gradient is there: what goes out, and what is done with it here."""
         options = self.options
         self.steps += 1
@@ -393,7 +445,7 @@ class ServerLearner(_Below):
         if self.steps % options.push_every == 0:
             mark = Mark(self.seat.node.name, self.steps, self.clock)
             have = self.clock if pulls and not options.overlap else None
-            self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have)
+            self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have, touched)
             self._accrued, self._accrued_samples = None, 0
             pulls = False
         effects: list[Effect] = [Step()] if options.pull_every > 1 else []
@@ -416,7 +468,7 @@ class ServerLearner(_Below):
             effects.append(Install(self.newest.values))
             self.clock, self.newest = self.newest.clock, None
         self.computing = True
-        return [*effects, Compute(fresh=self.options.overlap)]
+        return [*effects, Compute(self._wanted, self.options.overlap)]
 
     def check(self) -> None:
         if len(self.under_way) > 1:
@@ -425,6 +477,50 @@ class ServerLearner(_Below):
             raise InvariantBroken("computes before any weights came")
         if self.computing and self.outgoing is not None:
             raise InvariantBroken("computes while a gradient waits: the two would be merged")
+
+
+class SharingLearner:
+    """Takes gradients at the hub's own weights, as they are at that moment, and pushes each."""
+
+    def __init__(self, seat: Seat) -> None:
+        self.seat = seat
+        self.clock = -1
+        self.steps = 0
+        self.unanswered = 0
+        #: the newest clock that was told when the gradient under way was begun
+        self.begun_at: int | None = None
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        match event:
+            case Started():
+                return [Send("hub", Pull(self.clock, len(self.seat.weights)))]
+            case Received(message=Current(push=push, clock=clock)):
+                self.clock = clock
+                self.unanswered -= push
+                return self._go()
+            case GradientReady(gradient=gradient, touched=touched, samples=samples):
+                assert self.begun_at is not None
+                self.steps += 1
+                self.unanswered += 1
+                mark = Mark(self.seat.node.name, self.steps, self.begun_at)
+                self.begun_at = None
+                pushed = Push((mark,), gradient, gradient[:0], samples, None, touched)
+                return [Send("hub", pushed), *self._go()]
+            case Received(message=Refused(reason=reason)):
+                return [Fail(reason)]
+        return []
+
+    def _go(self) -> list[Effect]:
+        if self.begun_at is not None or self.unanswered >= UNANSWERED_MAX:
+            return []
+        self.begun_at = self.clock
+        return [Compute("rows", fresh=True)]
+
+    def check(self) -> None:
+        if not 0 <= self.unanswered <= UNANSWERED_MAX:
+            raise InvariantBroken(f"{self.unanswered} pushes are unanswered")
+        if self.begun_at is not None and self.begun_at < 0:
+            raise InvariantBroken("computes before it knows the clock")
 
 
 class Aggregator(_Below):
@@ -485,7 +581,9 @@ class Aggregator(_Below):
                     self.sum = _Sum()
             self.sum.add(push)
             self.in_sum[sender] = push.have
-            return self._relay()
+            effects = self._relay()
+            self.sum.keep()
+            return effects
         # it has come by another way; its sender waits for the same answer
         if set(push.marks) & set(self.sum.marks):
             self.in_sum[sender] = push.have
@@ -601,9 +699,9 @@ class ServerHub:
             self.downcast_to.clear()
         if hard:
             self.waiting[sender] = push.have
-            return self._update_if_complete(now)
         effects = self._update_if_complete(now)
-        return effects if self.pace.over else [*effects, self._answer(sender, push.have, push=True)]
+        self.sum.keep()
+        return effects if hard or self.pace.over else [*effects, self._answer(sender, push.have, push=True)]
 
     def _scale(self, push: Push) -> float:
         """Per-gradient modulation: a push is scaled by the mean of one over the staleness of what is in it."""
@@ -628,7 +726,7 @@ class ServerHub:
         staleness = tuple(self.clock - mark.clock for mark in collected.marks)
         mean_staleness = statistics.fmean(staleness)
         gradient, buffers = collected.means()
-        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness))]
+        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness), collected.touched)]
         if len(buffers):
             effects.append(Install(buffers, start=self.seat.parameter_count))
         self.clock += 1
@@ -668,6 +766,8 @@ class ServerHub:
         return 1.0
 
     def _answer(self, child: str, have: int | None, push: bool) -> Effect:
+        if self.options.shares:
+            return Send(child, Current(push, self.clock))
         newer = have is not None and have < self.clock
         return Send(child, Weights(self.clock, snapshot(), push) if newer else Current(push))
 

@@ -76,7 +76,7 @@ class Host(Protocol):
         """Carry a message; never blocks."""
         ...
 
-    def compute(self, fresh: bool) -> None:
+    def compute(self, effect: Compute) -> None:
         """Begin a gradient; a `GradientReady` follows."""
         ...
 
@@ -209,12 +209,14 @@ class Interpreter:
     def _perform(self, effect: Effect, now: float) -> list[Event]:
         match effect:
             case Compute(fresh=fresh):
+                if self._recorder is not None:
+                    effect = Compute("flat", fresh)  # a record holds whole gradients
                 if self._idle_since is not None:
                     self.meter.wait_seconds += now - self._idle_since
                     self.tracer.span("compute", "wait", self._idle_since, now)
                     self._idle_since = None
                 self._computing = True
-                self.host.compute(fresh)
+                self.host.compute(effect)
             case Add(loose=True) | Blend(loose=True):
                 self.host.beside(partial(change, self.replica, effect), bool)
             case Step() | Blend():

@@ -117,4 +117,6 @@ def _share(directory: Path, size: int) -> mmap.mmap:
     try:
         return create(directory, SHARED, size)
     except OSError as error:
-        raise RunError(f"processes cannot share memory here ({error}): use apply='server'") from error
+        raise RunError(
+            f"processes cannot share memory here ({error}): use consistent=True and apply='server'"
+        ) from error

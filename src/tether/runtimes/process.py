@@ -33,6 +33,7 @@ from tether.compress import Packed
 from tether.errors import WireError
 from tether.machine import (
     Checkpoint,
+    Compute,
     Evaluate,
     Event,
     GradientReady,
@@ -44,6 +45,7 @@ from tether.machine import (
     Row,
     Started,
     StopRequested,
+    Taken,
     TimerFired,
 )
 from tether.runtimes import control
@@ -98,7 +100,7 @@ class NodeProcess:
         #: held by whoever feeds the node
         self.lock = threading.Lock()
         self._wanted = threading.Condition(self.lock)
-        self._compute: bool | None = None
+        self._compute: Compute | None = None
         self._over = False
         self._failure: BaseException | None = None
         self._began: float | None = None
@@ -148,8 +150,8 @@ class NodeProcess:
     def send(self, to: str, message: Message) -> None:
         self._outbox.send(to, message)
 
-    def compute(self, fresh: bool) -> None:
-        self._compute = fresh
+    def compute(self, effect: Compute) -> None:
+        self._compute = effect
         self._wanted.notify()
 
     def beside(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
@@ -206,21 +208,21 @@ class NodeProcess:
     def _train(self) -> None:
         interpreter, replica = self._interpreter, self._interpreter.replica
         exchanged = 0.0
-        gradient: Tensor | None = None
+        taken: Taken | None = None
         while True:
             with self.lock:
                 while self._compute is None and not self._over:
                     self._wanted.wait()
-                if self._over:
+                if self._compute is None or self._over:
                     return
-                fresh, self._compute = bool(self._compute), None
-            if gradient is not None and self._memory.is_lent(gradient):
-                fresh = True  # somebody is still reading the last one
+                effect, self._compute = self._compute, None
+            # somebody may be still reading the last one
+            fresh = effect.fresh or (taken is not None and self._memory.is_lent(taken.gradient))
             start = time.monotonic()
-            gradient, loss, samples = replica.compute(fresh)
+            taken = replica.compute(effect.wanted, fresh)
             seconds = time.monotonic() - start
             exchanged, before = self._link_seconds, exchanged
-            ready = GradientReady(gradient, loss, samples, seconds, exchanged - before)
+            ready = GradientReady(taken.gradient, taken.loss, taken.samples, seconds, exchanged - before, taken.touched)
             with self.lock:
                 if self._over:
                     return

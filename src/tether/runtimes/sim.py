@@ -29,6 +29,7 @@ from tether.compress import Packed
 from tether.errors import InvariantBroken, RunError, Stalled, UsageError
 from tether.machine import (
     Checkpoint,
+    Compute,
     Evaluate,
     Event,
     GradientReady,
@@ -41,6 +42,7 @@ from tether.machine import (
     Row,
     Started,
     StopRequested,
+    Taken,
     TimerFired,
     tensors_of,
 )
@@ -234,22 +236,22 @@ class _Place:
     def send(self, to: str, message: Message) -> None:
         self.simulation.transmit(self, to, message)
 
-    def compute(self, fresh: bool) -> None:
-        gradient, loss, samples = self.interpreter.replica.compute(fresh)
+    def compute(self, effect: Compute) -> None:
+        taken = self.interpreter.replica.compute(effect.wanted, effect.fresh)
         seconds = self.simulation.settings.step_time.draw(self.node, self.rng)
         if self.simulation.now < self.slow_until:
             seconds *= self.slow_factor
         self.computing_since = self.simulation.now
         self.gradient_at = self.simulation.now + seconds
-        self.simulation.at(self.gradient_at, self._gradient_ready, gradient, loss, samples)
+        self.simulation.at(self.gradient_at, self._gradient_ready, taken)
 
-    def _gradient_ready(self, gradient: Tensor, loss: float, samples: int) -> None:
+    def _gradient_ready(self, taken: Taken) -> None:
         if self.simulation.now < self.gradient_at:  # a pause has put it off
-            self.simulation.at(self.gradient_at, self._gradient_ready, gradient, loss, samples)
+            self.simulation.at(self.gradient_at, self._gradient_ready, taken)
             return
         assert self.computing_since is not None
         seconds, self.computing_since = self.simulation.now - self.computing_since, None
-        self.deliver(GradientReady(gradient, loss, samples, seconds))
+        self.deliver(GradientReady(taken.gradient, taken.loss, taken.samples, seconds, touched=taken.touched))
 
     def pause(self, seconds: float) -> None:
         """Stand still for so long from now on, or as long as an earlier pause lasts."""
