@@ -32,6 +32,7 @@ VARIANTS: dict[Options, int] = {
     Server(sync="hard"): 5,
     Server(sync="soft"): 3,
     Server(sync="async", topology="tree", fan_out=2, overlap=True): 2,
+    Server(sync="async", consistent=False): 2,
     Averaging(tau=1): 5,
     Averaging(tau=4): 5,
     Averaging(): 5,
