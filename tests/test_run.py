@@ -29,6 +29,7 @@ from tether import (
     UsageError,
     resume,
     run,
+    start,
 )
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
@@ -47,6 +48,33 @@ def test_a_run_in_two_parts_equals_one_in_one_go(options: Options, tmp_path: Pat
     parts = resume(tmp_path / "parts", Blobs(norm=False), steps=40, progress=make_progress(quiet=True))
     assert parts.figures["digest"] == whole.figures["digest"]
     assert parts.figures["samples"] == whole.figures["samples"]
+
+
+def endless(directory: Path, on: Any) -> Any:
+    return start(Blobs(), Averaging(), on, steps=10**9, run_dir=directory, progress=make_progress(quiet=True))
+
+
+def test_looking_at_the_model_of_a_run_in_the_background_ends_it_for_good(tmp_path: Path) -> None:
+    training = endless(tmp_path / "run", Local(1))
+    with pytest.raises(TimeoutError):
+        training.wait(0.01)
+    assert not training.is_over
+    before = Vector(training.model).weights.clone()
+    assert training.is_over and training.result.figures["reason"] == "asked to end"
+    assert torch.equal(Vector(training.model).weights, before)
+
+
+def test_a_run_in_the_background_whose_handle_is_dropped_ends(tmp_path: Path) -> None:
+    training = endless(tmp_path / "run", Sim(2))
+    thread = training._thread
+    del training
+    thread.join(60)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["reason"] == "asked to end"
+
+
+def test_the_error_of_a_run_in_the_background_comes_out_where_it_is_looked_at(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="patience"):
+        _ = start(Blobs(), patience=0, run_dir=tmp_path / "run").model
 
 
 class Scheduled(Blobs):

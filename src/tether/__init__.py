@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tether.errors import InvariantBroken, RunError, Stalled, TaskError, TetherError, UsageError, WireError
 from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single
-from tether.run import Result, resume, run
+from tether.run import Result, Training, resume, run, start
 from tether.runtimes.faults import Faults
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
@@ -32,8 +32,10 @@ __all__ = [
     "Task",
     "TaskError",
     "TetherError",
+    "Training",
     "UsageError",
     "WireError",
     "resume",
     "run",
+    "start",
 ]

@@ -78,7 +78,16 @@ class _Beside:
 class Director:
     """Takes in what happens in a run: writes metrics, has the joint model evaluated and saved, shows progress."""
 
-    def __init__(self, plan: RunPlan, directory: RunDirectory, progress: Progress, *, beside: bool) -> None:
+    def __init__(
+        self,
+        plan: RunPlan,
+        directory: RunDirectory,
+        progress: Progress,
+        *,
+        beside: bool,
+        stop: Callable[[], str | None] | None = None,
+    ) -> None:
+        """`beside` has models evaluated in a thread; `stop` says why the run shall end, once it shall."""
         self._plan = plan
         self.directory = directory
         self._until = Until.parse(plan.until) if plan.until else None
@@ -94,6 +103,7 @@ class Director:
         self._model = build_model(plan.task, plan.seed)
         self._vector = Vector(self._model)
         self._stop: str | None = None
+        self._asked_to_stop = stop
         self.history: list[dict[str, Any]] = []
         self.step = 0
         self.samples = 0
@@ -185,7 +195,7 @@ class Director:
     def stop_requested(self) -> str | None:
         if self._evaluator is not None:
             self._evaluator.check()
-        return self._stop
+        return self._stop or (self._asked_to_stop() if self._asked_to_stop is not None else None)
 
     # ---- beside training ----
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -66,6 +69,7 @@ def run(
     record: bool = False,
     trace: bool = True,
     progress: Progress | None = None,
+    stop: Callable[[], str | None] | None = None,
     task_spec: dict[str, Any] | None = None,
 ) -> Result:
     """Train a task.
@@ -85,6 +89,7 @@ def run(
     record: keep every event so that the run can be replayed.
     trace: keep spans of time for trace.json.
     progress: the live display; chosen by what standard error is unless given.
+    stop: asked all the time; the run ends, in good order, with the reason that it returns.
     task_spec: how the command line finds the task again.
     """
     protocol = protocol if protocol is not None else Averaging()
@@ -108,7 +113,55 @@ def run(
     on = on if on is not None else Local(protocol.workers_max or 2)
     phases = _phases(task, protocol, on, request, None)
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, f"{task.name}-{protocol.name}")
-    return _execute(phases, protocol, on, request, directory, progress, task_spec)
+    return _execute(phases, protocol, on, request, directory, progress, task_spec, stop)
+
+
+class Training:
+    """A run in the background: a handle to the model that it will have made when somebody looks.
+
+    Looking at `result` or `model` ends the run in good order, and what is there then never changes. A handle that is
+    dropped unseen ends its run too. `wait` lets it come to its own end.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], str | None]], Result]) -> None:
+        done: Future[Result] = Future()
+        wanted = threading.Event()
+
+        def run_() -> None:  # which must not refer to the handle, or nobody could drop it
+            try:
+                done.set_result(work(lambda: "asked to end" if wanted.is_set() else None))
+            except BaseException as error:
+                done.set_exception(error)
+
+        self._done, self._wanted = done, wanted
+        self._thread = threading.Thread(target=run_, name="training", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, wanted.set)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has come to an end."""
+        return self._done.done()
+
+    @property
+    def result(self) -> Result:
+        """What the run gave; ends it."""
+        self._wanted.set()
+        return self._done.result()
+
+    @property
+    def model(self) -> nn.Module:
+        """The joint model; ends the run."""
+        return self.result.model
+
+    def wait(self, seconds: float | None = None) -> Result:
+        """What the run gave, when it has ended by itself; `TimeoutError` if that takes longer."""
+        return self._done.result(seconds)
+
+
+def start(task: Task, protocol: Options | None = None, on: Runtime | None = None, **options: Any) -> Training:
+    """As `run`, but in the background: returns at once, with a handle to the model."""
+    return Training(lambda stop: run(task, protocol, on, stop=stop, **options))
 
 
 def resume(
@@ -228,6 +281,7 @@ def _execute(
     directory: RunDirectory,
     progress: Progress | None,
     task_spec: dict[str, Any] | None,
+    stop: Callable[[], str | None] | None = None,
 ) -> Result:
     plan = phases[0](None)
     config: dict[str, Any] = {
@@ -252,7 +306,7 @@ def _execute(
         waiting, restarts = deque(phases), on.restarts
         while waiting:
             plan.directory = directory
-            director = Director(plan, directory, progress, beside=not on.virtual)
+            director = Director(plan, directory, progress, beside=not on.virtual, stop=stop)
             try:
                 with director:
                     outcome = on.execute(plan, director)

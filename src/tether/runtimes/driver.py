@@ -237,6 +237,8 @@ class Driver:
         match message:
             case control.Hello(address=address):
                 self._welcome(sender, address)
+            case control.Alive():
+                pass  # that it was heard of is all there is to it
             case control.Note(text=text):
                 observer.note(f"{sender}: {text}")
             case control.Report(meter=meter, now=now):
