@@ -116,7 +116,7 @@ def test_what_spark_cannot_do_is_refused(spark: Any, tmp_path: Path) -> None:
     for protocol, options, says in (
         (Server(sync="async", apply="inline"), {}, "no memory in common"),
         (Averaging(), {"record": True}, "cannot be recorded"),
-        (Mpca(compress="half"), {}, "Spark moves the bytes"),
+        (Mpca(compress="fp16"), {}, "Spark moves the bytes"),
     ):
         with pytest.raises(UsageError, match=says):
             train(spark, protocol, tmp_path / says, epochs=1, **options)
