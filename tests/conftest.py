@@ -1,4 +1,4 @@
-"""What all tests share: repeatable examples of hypothesis, transcripts that can be written anew, one Spark session."""
+"""What all tests share: the same examples of hypothesis, one thread, transcripts that can be rewritten, one Spark."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import settings
 
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+torch.set_num_threads(1)  # as in every node: for tensors this small two only wait for each other
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

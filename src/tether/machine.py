@@ -424,7 +424,7 @@ def tensors_of(message: Message) -> list[Tensor]:
             found.append(value)
         elif isinstance(value, Message):
             found += tensors_of(value)
-        elif isinstance(value, tuple | list) and value and isinstance(value[0], Tensor):
+        elif isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor):
             found += value
     return found
 
