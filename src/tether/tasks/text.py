@@ -173,7 +173,7 @@ class Text(Classification):
         if len(labels) < 2:
             raise UsageError(f"{self._path}: all rows have the label {rows[0].label!r}; there must be two or more")
         if self._test_path is None:
-            rows, held_out = _split(rows, 10)
+            rows, held_out = _split(rows, 0.1)
             if not held_out:
                 raise UsageError(
                     f"{self._path} has one row of each label, so none can be held out: add rows, choose "
@@ -187,7 +187,7 @@ class Text(Classification):
                     f"{self._test_path}, line {row.line}: no row of {self._path} has the label {row.label!r}: correct "
                     "it, add rows to train on, or choose the column with label_column"
                 )
-        train, validated = _split(rows, round(1 / self.validation)) if self.validation else (rows, [])
+        train, validated = _split(rows, self.validation) if self.validation else (rows, [])
         return train, validated, held_out
 
 
@@ -303,11 +303,12 @@ def _places(path: Path, header: list[str], columns: tuple[str | None, str | None
     return places[0], places[1]
 
 
-def _split(rows: list[_Row], every: int) -> tuple[list[_Row], list[_Row]]:
-    """One in so many rows of every label is set aside, always the same ones; one row of each label never is."""
+def _split(rows: list[_Row], share: float) -> tuple[list[_Row], list[_Row]]:
+    """This share of the rows of every label is set aside, always the same ones; one row of each label never is."""
     labels = np.array([row.label for row in rows])
     order = np.random.default_rng(0).permutation(len(rows))
     order = order[np.argsort(labels[order], kind="stable")]
     again = np.append(False, labels[order][1:] == labels[order][:-1])
-    aside = set(order[again][::every].tolist())
+    several = order[again]
+    aside = set(several[np.arange(0, len(several), 1 / share).astype(int)].tolist())
     return [row for i, row in enumerate(rows) if i not in aside], [row for i, row in enumerate(rows) if i in aside]
