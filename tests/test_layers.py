@@ -131,6 +131,7 @@ def test_the_layers_name_only_what_is_there() -> None:
         "tune",
         "cells",
         "comparison",
+        "spark",
     }
     assert front_ends <= PARTS - set(LAYERS), "front ends are in no layer"
 

@@ -158,8 +158,6 @@ def test_a_model_of_several_numbers_predicts_vectors_also_when_loaded(
 ) -> None:
     module = make()
     model = TetherModel(module, field, 0).setPredictionCol("two")
-    if field.dtype == "int64":
-        model.setDtype("int64")
     frame = spark.range(0, 5, 1, 1).selectExpr(f"{column} features")
     words = torch.tensor([[i, 1, 4] for i in range(5)])
     image = torch.tensor([[[[0, 255], [7, 8]]]]).expand(5, -1, -1, -1) / 255
@@ -168,6 +166,9 @@ def test_a_model_of_several_numbers_predicts_vectors_also_when_loaded(
     for found in (model, TetherModel.load(f"{tmp_path}/model")):
         rows = found.transform(frame).collect()
         torch.testing.assert_close(torch.tensor([row.two.toArray().tolist() for row in rows]).double(), expected)
+    other = "array(1, 2, 3)" if field.dtype == "uint8" else "x'010203'"
+    with pytest.raises(UsageError, match=r"feature column 'features' is .*; the model was trained on"):
+        model.transform(spark.range(1).selectExpr(f"{other} features"))
 
 
 def task(frame: Any, **options: Any) -> FrameTask:

@@ -46,6 +46,7 @@ try:
     from pyspark.ml.util import DefaultParamsReader, DefaultParamsWriter, MLReadable, MLReader, MLWritable, MLWriter
     from pyspark.sql import functions as sql
     from pyspark.sql.pandas.functions import arrow_udf
+    from pyspark.sql.types import BinaryType
 except ImportError:
     raise missing_extra("pyspark", "spark") from None
 
@@ -124,6 +125,7 @@ class FrameTask(Task):
         if held_out is not None:
             # a frame of its own must have rows of the same kind
             source = Source(held_out, replace(self.columns, shape=self.fields[0].shape))
+            self.classes = max(self.classes, source.classes)
             self._held_out = source.collect(validation_rows, seed)
 
     @property
@@ -295,12 +297,6 @@ def _place(spark: SparkSession, path: str) -> tuple[Any, Any]:
 class _Shared(HasFeaturesCol, HasLabelCol, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
     """The params that estimator and model have in common. A column whose name is "" is left out of predictions."""
 
-    dtype = _param("dtype", "of the features: float32, or int64", TypeConverters.toString)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._setDefault(dtype="float32")
-
 
 @accessors
 class TetherEstimator(Estimator["TetherModel"], _Shared, HasSeed, _Kept):
@@ -318,13 +314,15 @@ class TetherEstimator(Estimator["TetherModel"], _Shared, HasSeed, _Kept):
     epochs = _param("epochs", "passes over the rows by all workers together", TypeConverters.toFloat)
     validation = _param("validation", "fraction of the rows that metrics are taken on", TypeConverters.toFloat)
     shape = _param("shape", "of a row's features, if they are no flat vector", TypeConverters.toListInt)
+    dtype = _param("dtype", "of the features: float32, or int64", TypeConverters.toString)
     memoryMB = _param("memoryMB", "rows beyond that go to the local disk of an executor", TypeConverters.toFloat)
     runDir = _param("runDir", "the directory of the run; a new one in runs/ unless given", TypeConverters.toString)
 
     def __init__(self, **params: Any) -> None:
         """Any of the params by name: TetherEstimator(model=..., featuresCol="x", epochs=3)."""
         super().__init__()
-        self._setDefault(loss="cross_entropy", workers=2, batchSize=32, epochs=5.0, memoryMB=1024.0, seed=0)
+        self._setDefault(loss="cross_entropy", workers=2, batchSize=32, epochs=5.0, seed=0)
+        self._setDefault(dtype="float32", memoryMB=1024.0)
         self.setParams(**params)
 
     def setParams(self, **params: Any) -> TetherEstimator:
@@ -396,7 +394,7 @@ class TetherModel(Model, _Shared, _Kept):
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
         if self._sent is None:
-            module = cloudpickle.dumps((self.module.cpu(), self._field, self.classes))
+            module = cloudpickle.dumps((copy.deepcopy(self.module).cpu(), self._field, self.classes))
             self._sent = dataset.sparkSession.sparkContext.broadcast(module)
         sent = self._sent
 
@@ -405,7 +403,13 @@ class TetherModel(Model, _Shared, _Kept):
 
         kinds = "raw array<double>, probability array<double>, prediction double"
         answer = arrow_udf(answers, kinds)  # type: ignore[call-overload]
-        rows = Columns((self.getFeaturesCol(),), "", dtype=self.getOrDefault("dtype")).rows_of(dataset)
+        name, kind = self.getFeaturesCol(), self._field.dtype
+        rows = Columns((name,), "", dtype="int64" if kind == "int64" else "float32").rows_of(dataset)
+        if isinstance(dataset.schema[name].dataType, BinaryType) != (kind == "uint8"):
+            raise UsageError(
+                f"feature column {name!r} is {dataset.schema[name].dataType.simpleString()}; the model was trained on "
+                f"{'bytes' if kind == 'uint8' else 'numbers'}"
+            )
         raw, probability, prediction = (sql.col(f"`{ANSWER}`.{name}") for name in ("raw", "probability", "prediction"))
         added: dict[str, Column] = {}
         if self.classes:

@@ -196,7 +196,7 @@ class Source:
             *(sql.min(sql.when(condition, row)).alias(name) for name, condition in faults.items()),
         ).collect()[0]
         if found["rows"] == 0:
-            raise UsageError("the frame has no rows: there is nothing to train on")
+            raise UsageError("the frame has no rows")
         named = ", ".join(repr(name) for name in columns.features)
         says = {
             "null": f"feature column {named} is null",

@@ -1,6 +1,6 @@
 """Java, and a Spark session as the agents of a run need it.
 
-What was found with pyspark 4.3.0, on local-cluster and on a standalone cluster:
+What was found with pyspark 4.3.0 on local-cluster:
 
 - One agent per executor is held by a resource of our own. Executors have one `agent` each, told by a discovery script;
   the task-only profile of `agent_profile` asks for one. N tasks then land on N executors, and after a kill -9 the task
