@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -110,6 +113,55 @@ def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(spark: 
     result = run(Until(), Mpca(), Spark(spark, 3), run_dir=tmp_path / "run", progress=trouble, **goal)
     assert result.metrics["error"] < 0.06
     assert 0 < trouble.told("has joined") < START_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("protocol", [Averaging(tau=10), Elastic(), Server(sync="soft"), Grid()], ids=str)
+def test_the_others_go_on_without_a_killed_executor(spark: Any, protocol: Options, tmp_path: Path) -> None:
+    trouble = Trouble(spark, signal.SIGKILL, 30)
+    result = train(spark, protocol, tmp_path, trouble, steps=10**6, seconds=40, evaluate_every=1e9)
+    assert result.metrics["error"] < 0.06 and trouble.told("has died with its executor") < 10
+
+
+@pytest.mark.slow
+def test_an_executor_that_stands_still_for_half_a_minute_costs_only_its_share(spark: Any, tmp_path: Path) -> None:
+    class Pause(Trouble):
+        def meter(self, meter: Meter, time_: float) -> None:
+            super().meter(meter, time_)
+            if self.made_at and time.monotonic() - self.made_at > 30:
+                os.kill(executors(self._spark)[0], signal.SIGCONT)
+
+    trouble = Pause(spark, signal.SIGSTOP, 50)
+    result = train(spark, Mpca(), tmp_path, trouble, steps=10**6, seconds=70, evaluate_every=1e9)
+    assert result.metrics["error"] < 0.06 and not any("died" in text for _, text in trouble.notes)
+    assert min(result.figures["utilization"]["workers"].values()) > 0.3, "nobody has waited for it"
+
+
+@pytest.mark.slow
+def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_executors(tmp_path: Path) -> None:
+    tether = [sys.executable, "-m", "tether"]
+    place = str(tmp_path / "run")
+    goal = ["--epochs", "100000", "--checkpoint-seconds", "2", "--run", place]
+    driver = subprocess.Popen([*tether, "train", "digits", "--on", "spark", "-n", "2", "-p", "mpca", *goal])
+    deadline = time.monotonic() + START_SECONDS
+    while not list((tmp_path / "run").glob("checkpoints/*")) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    driver.kill()
+    driver.wait()
+    again = [
+        *tether,
+        "resume",
+        place,
+        "--workers",
+        "1",
+        "--master",
+        "local-cluster[1,3,1024]",
+        "--seconds",
+        "10",
+        "--json",
+    ]
+    figures = json.loads(subprocess.run(again, check=True, capture_output=True, timeout=300).stdout)
+    assert figures["workers"] == 1 and figures["steps"] > 0 and figures["metrics"]["error"] < 0.1
 
 
 def test_what_spark_cannot_do_is_refused(spark: Any, tmp_path: Path) -> None:
