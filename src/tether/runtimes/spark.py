@@ -33,6 +33,7 @@ from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Collectives, Down, Up
 from tether.runtimes.driver import Came, Died, Driver
 from tether.runtimes.exchange import Offered, Offers, Opened
+from tether.runtimes.feed import NONE
 from tether.runtimes.local import Children
 from tether.runtimes.process import Birth, message_types
 from tether.wire import Codec
@@ -148,10 +149,21 @@ class SparkDriver(Driver):
         self._jobs.close()
         super().close()
 
-    def _feed(self, only: list[int] | None) -> None:
+    def _feed(self, only: list[int] | None, tries: int = TRIES) -> None:
         """Have the agents, or some of them, brought their parts of the data, by a job beside all others."""
-        addresses, secret = self._agents.intakes(), self._agents.meeting.secret
-        self._jobs.submit(partial(self._plan.source.feed, addresses, secret, only), lambda rows: None)
+        intakes = self._agents.intakes()
+        places = list(range(len(intakes))) if only is None else only
+
+        def fed(rows: list[int]) -> None:
+            # who was not reached has died, and its successor is fed by itself, or must be tried again
+            now = self._agents.intakes()
+            missed = [place for place, count in zip(places, rows, strict=True) if count == NONE]
+            if again := [place for place in missed if now[place] == intakes[place]]:
+                if not tries:
+                    raise RunError(f"worker-{again[0]} could not be brought its data: {now[again[0]]} is out of reach")
+                self._feed(again, tries - 1)
+
+        self._jobs.submit(partial(self._plan.source.feed, intakes, self._agents.meeting.secret, only), fed)
 
     def _turn(self, seconds: float) -> None:
         super()._turn(seconds)
