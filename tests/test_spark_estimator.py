@@ -98,6 +98,7 @@ def test_a_pipeline_is_trained_saved_and_predicts_the_same_in_another_session(
     assert json.loads(Path(paths[2]).read_text()) == here
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:unclosed running multiprocessing pool:ResourceWarning")
 def test_a_cross_validator_chooses_among_params(flowers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

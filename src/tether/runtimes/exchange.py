@@ -115,6 +115,7 @@ class Desk:
     def __init__(self, process: NodeProcess, offers: Offers, directory: Path, types: Iterable[Any]) -> None:
         self._process = process
         self._offers = offers
+        self._directory = directory
         self._codec = Codec([Fetch, *types])
         self._over = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
@@ -128,6 +129,7 @@ class Desk:
         self._over.set()
         self._thread.join()
         self._context.destroy(linger=1000)
+        Path(self._directory, "desk").unlink(missing_ok=True)  # so that whoever comes now need not wait
 
     def _serve(self) -> None:
         answers = Codec([Message])
