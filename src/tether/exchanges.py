@@ -36,7 +36,13 @@ MASTER = "local-cluster[3,3,2048]"
 #: periods of an exchange that are measured, after so many that are not
 PERIODS, WARM_UP = 4, 2
 STEP_SECONDS = 0.1
-BARE, MPCA, AVERAGING = "bare broadcast and treeAggregate", "mpca", "averaging"
+BARE, ONE_PHASE, MPCA, AVERAGING = "bare broadcast and treeAggregate", "mpca, one phase", "mpca", "averaging"
+#: each as fast as it can
+EXCHANGES: dict[str, Options] = {
+    ONE_PHASE: Mpca(phases=1, exchange_share=1.0, free_steps=0),
+    MPCA: Mpca(exchange_share=1.0, free_steps=0),
+    AVERAGING: Averaging(tau=1),
+}
 
 
 class Waiting(Task):
@@ -93,15 +99,16 @@ def spark(megabytes: Iterable[float] = (7.0, 30.0, 100.0), rounds: int = 5, step
     rows: list[Row] = []
     ratios: dict[str, float] = {}
     for size in megabytes:
-        found: dict[str, list[float]] = {BARE: [], MPCA: [], AVERAGING: []}
+        found: dict[str, list[float]] = {BARE: []}
         for round_ in range(rounds):
             found[BARE].append(_bare(session, size))
-            found[MPCA].append(_period(size, Mpca(exchange_share=1.0, free_steps=0), on))
-            found[AVERAGING].append(_period(size, Averaging(tau=1), on))
+            for name, protocol in EXCHANGES.items():
+                found.setdefault(name, []).append(_period(size, protocol, on))
             told = ", ".join(f"{name} {seconds[-1]:.2f} s" for name, seconds in found.items())
             print(f"{size:g} MB, {round_ + 1}/{rounds}: {told}", file=sys.stderr)
         rows += [{"what": name, "MB": size, "seconds": statistics.median(taken)} for name, taken in found.items()]
-        ratios[f"mpca over bare, {size:g} MB"] = _ratio(found[MPCA], found[BARE])
+        for name in (ONE_PHASE, MPCA):
+            ratios[f"{name}, over bare, {size:g} MB"] = _ratio(found[name], found[BARE])
         ratios[f"mpca over averaging, {size:g} MB"] = _ratio(found[MPCA], found[AVERAGING])
     shares: dict[str, list[float]] = {"alone": [], MPCA: []}
     for _ in range(rounds):
