@@ -30,6 +30,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
+from tether.cells import Report
 from tether.errors import UsageError
 from tether.learner import Learner, build_model
 from tether.plan import Request, RunPlan
@@ -43,7 +44,6 @@ from tether.tasks.text import Text
 from tether.trace import Meter
 from tether.vector import Vector, raw_bytes
 
-Report = dict[str, Any]
 Row = dict[str, Any]
 
 LEARNERS = 2
