@@ -184,7 +184,7 @@ class Caller:
         self.socket = socket.create_connection((agents.meeting.host, agents.meeting.port))
         agents.news()
         nonce = self.socket.recv(NONCE_BYTES)
-        text = msgspec.msgpack.encode(Here(index, 1, "/nowhere", "127.0.0.1", 0))
+        text = msgspec.msgpack.encode(Here(index, "/nowhere", "127.0.0.1", 0))
         meeting = agents.meeting if secret is None else type(agents.meeting)("", 0, secret)
         self.socket.sendall(framed(meeting.sign(nonce, text) + text))
         self.news = agents.news()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import shutil
 import socket
 import tempfile
@@ -57,10 +56,9 @@ class Meeting:
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True):
-    """Agent to driver: which of the job's tasks it is, its process, and where it keeps its sockets."""
+    """Agent to driver: which of the job's tasks it is, and where it keeps its sockets."""
 
     index: int
-    pid: int
     directory: str
     #: where it can be fed
     host: str
@@ -100,7 +98,7 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         host = lifeline.getsockname()[0]
         birth = replace(birth, directory=directory, host=host)
         meal = at_the_end.enter_context(_Meal(feeding, meeting.secret, host)) if feeding else None
-        here = Here(index, os.getpid(), str(directory), host, meal.intake.port if meal else 0)
+        here = Here(index, str(directory), host, meal.intake.port if meal else 0)
         answer = _greet(lifeline, meeting, here)
         if isinstance(answer, Fenced):
             return ""

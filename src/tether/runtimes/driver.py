@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import zmq
 
 from tether import errors
-from tether.errors import NodesLost, RunError, TaskError, TetherError, WireError
+from tether.errors import NodesLost, RunError, TaskError, TetherError, UsageError, WireError
 from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
 from tether.runtimes.base import Observer, Outcome, Plan
@@ -78,6 +78,14 @@ class Crew(Protocol):
     def close(self, seconds: float) -> None:
         """End every process, after a while by force."""
         ...
+
+
+def check_processes(workers: int, threads: int, restarts: int, hung_seconds: float) -> None:
+    """Refuse settings that no run in processes can have."""
+    if workers < 1 or threads < 1:
+        raise UsageError(f"workers and threads must be at least 1, not {workers} and {threads}")
+    if restarts < 0 or not hung_seconds >= 2:
+        raise UsageError(f"restarts must be at least 0 and hung_seconds at least 2, not {restarts} and {hung_seconds}")
 
 
 class Driver:
@@ -167,12 +175,15 @@ class Driver:
 
     def close(self) -> None:
         """End every process, however the run ended, and leave nothing behind."""
-        for crew in {id(crew): crew for crew in self._crews.values()}.values():
+        for crew in self._all_crews():
             crew.close(GRACE_SECONDS)
         if self._doorman is not None:
             self._doorman.stop()
         self._context.destroy(linger=0)
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _all_crews(self) -> list[Crew]:
+        return list({id(crew): crew for crew in self._crews.values()}.values())
 
     def _is_complete(self) -> bool:
         return self._living <= self._said_hello and any(self._nodes[name].computes for name in self._living)
@@ -201,7 +212,7 @@ class Driver:
         self._poller.poll(round(seconds * 1000))
         while self._inbox.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._take_message()
-        for crew in {id(crew): crew for crew in self._crews.values()}.values():
+        for crew in self._all_crews():
             for news in crew.news():
                 match news:
                     case Came(node=node):

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from tether.errors import RunError, UsageError
+from tether.errors import RunError
 from tether.machine import Node
 from tether.runtimes.base import Observer, Outcome, Plan
-from tether.runtimes.driver import Came, Died, Driver
+from tether.runtimes.driver import Came, Died, Driver, check_processes
 from tether.runtimes.launch import Nursery
 from tether.runtimes.memory import create
 from tether.runtimes.process import SHARED, TOLD, Birth, birth_certificate
@@ -41,12 +41,7 @@ class Local:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def __post_init__(self) -> None:
-        if self.workers < 1 or self.threads < 1:
-            raise UsageError(f"workers and threads must be at least 1, not {self.workers} and {self.threads}")
-        if self.restarts < 0 or not self.hung_seconds >= 2:
-            raise UsageError(
-                f"restarts must be at least 0 and hung_seconds at least 2, not {self.restarts} and {self.hung_seconds}"
-            )
+        check_processes(self.workers, self.threads, self.restarts, self.hung_seconds)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         driver = Driver(plan, observer, self.hung_seconds)

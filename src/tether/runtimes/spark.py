@@ -31,7 +31,7 @@ from tether.runtimes import exchange, jvm
 from tether.runtimes.agent import NONCE_BYTES, Feeding, Fenced, Here, Meeting, Welcome, be_agent, framed
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Collectives, Down, Up
-from tether.runtimes.driver import Came, Died, Driver
+from tether.runtimes.driver import Came, Died, Driver, check_processes
 from tether.runtimes.exchange import Offered, Offers, Opened
 from tether.runtimes.feed import NONE
 from tether.runtimes.local import Children
@@ -70,12 +70,7 @@ class Spark:
     processors = None
 
     def __post_init__(self) -> None:
-        if self.workers < 1 or self.threads < 1:
-            raise UsageError(f"workers and threads must be at least 1, not {self.workers} and {self.threads}")
-        if self.restarts < 0 or not self.hung_seconds >= 2:
-            raise UsageError(
-                f"restarts must be at least 0 and hung_seconds at least 2, not {self.restarts} and {self.hung_seconds}"
-            )
+        check_processes(self.workers, self.threads, self.restarts, self.hung_seconds)
 
     @staticmethod
     def at(master: str | None, workers: int = 2, **settings: Any) -> Spark:
@@ -142,8 +137,7 @@ class SparkDriver(Driver):
     def execute(self) -> Outcome:
         nodes = self._plan.nodes
         beside = [node for node in nodes if not node.computes]
-        crews = [(self._agents, [node for node in nodes if node.computes])]
-        return self.run([(self._children, beside), *crews])
+        return self.run([(self._children, beside), (self._agents, [node for node in nodes if node.computes])])
 
     def close(self) -> None:
         self._jobs.close()
@@ -187,9 +181,12 @@ class SparkDriver(Driver):
 
     def _deliver(self, down: Down[Any]) -> None:
         frames = [bytes(frame) for frame in self._codec.encode(down)]
-        others = set(down.members[1:])
-        living = lambda: others & frozenset(self._living)  # noqa: E731
+        living = partial(self._living_of, set(down.members[1:]))
         self._jobs.submit(partial(self._jobs.broadcast, frames, living), lambda _: None)
+
+    def _living_of(self, names: set[str]) -> set[str]:
+        """Those of them who live, as other threads may ask too."""
+        return names & frozenset(self._living)
 
     def _reduce_if_offered(self, tag: str) -> None:
         members = self._opened.get(tag, ())
@@ -203,7 +200,7 @@ class SparkDriver(Driver):
             tensor = torch.empty(0) if values is None else exchange.tensor(values)
             self._outbox.send(members[0], Up(tag, members, tensor, weight, covers))
 
-        self._jobs.submit(partial(self._jobs.reduce, tag, lambda: offered & frozenset(self._living)), answer)
+        self._jobs.submit(partial(self._jobs.reduce, tag, partial(self._living_of, offered)), answer)
 
 
 @dataclass
