@@ -20,6 +20,7 @@ from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import rows_of
 from tether.task import SyntheticTask, Task, describe_error
+from tether.twin import Twin
 from tether.vector import Empty, Shared, Vector, put_gradient
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
@@ -44,10 +45,16 @@ class Learner:
         seed: int,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`device`: where gradients are computed, if not where the model is made."""
         self.task = task
         self.node = node
         self.model = build_model(task, seed)
+        self._twin: Twin | None = None
+        if device is not None:
+            self.model.to("cpu")
+            self._twin = Twin(self.model, device)
         self.vector = Vector(self.model, empty, shared)
         self.weights = self.vector.weights
         self.parameter_count = self.vector.parameter_count
@@ -64,6 +71,8 @@ class Learner:
                 "exchange: use an optimizer such as torch.optim.SGD or Adam"
             )
         self._rows = rows_of(self.model, self.vector, self.optimizer)
+        if self._twin is not None:
+            self._twin.follow(self.model)
         places = list(zip(self.vector.parameters, self.vector.positions, strict=False))
         self._large = {start: p for p, start in places if p.numel() >= LARGE}
         by_rows = {part.start: part.stop for part in self._rows}
@@ -95,13 +104,27 @@ class Learner:
                 part.laid = None
         for parameter in self.vector.parameters:
             parameter.grad = None  # a gradient made anew and copied costs half of one added to zeros
+        if self._twin is None:
+            value = self._pass(self.model, self.weights.device)
+        else:
+            self._twin.take(self.weights)
+            with self._twin.computing():
+                value = self._pass(self._twin.model, self._twin.device)
+            self._twin.give(self.vector)
+        for part in self._rows:
+            part.take()
+        gradient, touched = self._gather(wanted)
+        return Taken(gradient, value, self.task.batch_size, touched)
+
+    def _pass(self, model: nn.Module, device: torch.device) -> float:
+        """A loss and its gradients, of the next mini-batch."""
         try:
             began = time.perf_counter()
             batch = next(self._batches)
             self.load_seconds += time.perf_counter() - began
-            if self.weights.device.type != "cpu":
-                batch = _to(batch, self.weights.device)
-            loss = self.task.loss(self.model, batch)
+            if device.type != "cpu":
+                batch = _to(batch, device)
+            loss = self.task.loss(model, batch)
         except TaskError:
             raise
         except Exception as error:
@@ -116,10 +139,7 @@ class Learner:
         if not math.isfinite(value):
             remedy = "lower the learning rate, clip gradients or check the data"
             raise self._error(f"the loss became {value}", remedy, Diverged)
-        for part in self._rows:
-            part.take()
-        gradient, touched = self._gather(wanted)
-        return Taken(gradient, value, self.task.batch_size, touched)
+        return value
 
     def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
@@ -335,7 +355,7 @@ class _FlatRun(nn.Parameter):
 
 def _to(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, Tensor):
-        return batch.to(device)
+        return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):
         return {key: _to(value, device) for key, value in batch.items()}
     if isinstance(batch, list | tuple):

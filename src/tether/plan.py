@@ -265,13 +265,21 @@ class RunPlan:
     def workers(self) -> int:
         return sum(node.computes for node in self.nodes)
 
-    def build(self, node: Node, empty: Empty = torch.empty, shared: Shared | None = None) -> tuple[Machine, Replica]:
+    def build(
+        self,
+        node: Node,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+        device: torch.device | None = None,
+    ) -> tuple[Machine, Replica]:
         replica: Replica
         if isinstance(self.task, SyntheticTask):
             replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty, shared=shared)
         else:
             batches = self._batches(node)
-            replica = Learner(self.task, batches, node=node.name, seed=self.seed, empty=empty, shared=shared)
+            replica = Learner(
+                self.task, batches, node=node.name, seed=self.seed, empty=empty, shared=shared, device=device
+            )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):
             if replica.weights.shape != restored.weights.shape:

@@ -60,10 +60,17 @@ class Plan(Protocol):
         """Nodes exchange values by broadcasts and reductions only."""
         ...
 
-    def build(self, node: Node, empty: Empty = torch.empty, shared: Shared | None = None) -> tuple[Machine, Replica]:
+    def build(
+        self,
+        node: Node,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+        device: torch.device | None = None,
+    ) -> tuple[Machine, Replica]:
         """The machine and the replica of one node.
 
-        `empty` makes the tensors that it may send; its vector is `shared`, if there is such a thing.
+        `empty` makes the tensors that it may send; its vector is `shared`, if there is such a thing; `device` computes
+        its gradients, if it has one.
         """
         ...
 

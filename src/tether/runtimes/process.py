@@ -57,6 +57,7 @@ from tether.runtimes.link import Inbox, Keys, Outbox
 from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool
 from tether.trace import Tracer
+from tether.twin import own_device
 from tether.vector import Shared
 from tether.wire import pack_tree
 
@@ -116,7 +117,8 @@ class NodeProcess:
             # nobody computes before all are there, so it is early enough if the joint node gives the values
             region = torch.frombuffer(attach(birth.directory, SHARED), dtype=torch.uint8)
             shared = Shared(region, first=self.name == plan.joint)
-        machine, replica = plan.build(node, self._memory.empty, shared)
+        device = own_device(node.index) if node.computes else None
+        machine, replica = plan.build(node, self._memory.empty, shared, device)
         recorder = plan.recorder(node, replica)
         # a record tells of the weights at every event, so nothing may change them in between
         self._pool = Pool(plan.pool_threads, self.lock, self.fail) if recorder is None else None
