@@ -197,7 +197,10 @@ def test_neither_the_frame_nor_the_rows_held_out_travel_with_the_task(spark: Any
         ({"features": []}, "features names no column"),
         ({"dtype": "float16"}, "features can be float32 or int64, not 'float16'"),
         ({"model": nn.Linear(3, 4)}, r"does not take a batch of shape \(2, 2\), which is two rows of x, y"),
-        ({"model": nn.Linear(2, 3)}, "'id' has classes up to 3, for which the model must have 4 outputs"),
+        (
+            {"model": nn.Linear(2, 3)},
+            r"'id' has classes up to 3, as in row \d+ of .*'id': 3.*, for which the model must have 4 outputs",
+        ),
     ],
 )
 def test_what_cannot_be_trained_is_refused_before(spark: Any, options: dict[str, Any], says: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -28,7 +29,7 @@ from tether.runtimes.collectives import Down, Up
 from tether.runtimes.driver import Came, Died
 from tether.runtimes.exchange import Desk, Offers, add, ask, delivered, fetched
 from tether.runtimes.process import Birth
-from tether.runtimes.spark import Agents
+from tether.runtimes.spark import Agents, Jobs
 from tether.tasks import load
 from tether.trace import Meter
 from tether.wire import Codec
@@ -113,6 +114,30 @@ def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(spark: 
     result = run(Until(), Mpca(), Spark(spark, 3), run_dir=tmp_path / "run", progress=trouble, **goal)
     assert result.metrics["error"] < 0.06
     assert 0 < trouble.told("has joined") < START_SECONDS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("phase", "after"), [("broadcast", 0.1), ("reduce", 0.1), ("reduce", 0.5)])
+def test_a_kill_in_the_middle_of_a_phase_loses_nothing(
+    spark: Any, phase: str, after: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After half a second a reduction is over, and its result on its way into the joint model."""
+    trouble = Trouble(spark, signal.SIGKILL, 10**9)
+    done = getattr(Jobs, phase)
+    calls = itertools.count()
+
+    def kill() -> None:
+        trouble.made_at = time.monotonic()
+        os.kill(executors(spark)[0], signal.SIGKILL)
+
+    def begun(*arguments: Any) -> Any:
+        if next(calls) == 4:
+            threading.Timer(after, kill).start()
+        return done(*arguments)
+
+    monkeypatch.setattr(Jobs, phase, begun)
+    result = train(spark, Mpca(), tmp_path, trouble, steps=10**6, seconds=50, evaluate_every=1e9)
+    assert result.metrics["error"] < 0.06 and trouble.told("has died with its executor") < 10
 
 
 @pytest.mark.slow

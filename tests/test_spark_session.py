@@ -38,7 +38,7 @@ def test_every_executor_holds_one_agent_also_after_one_was_killed(spark: Any) ->
     before = set(jvm.executors(spark))
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = server.getsockname()
-        places = context.parallelize(range(3), 3).withResources(jvm.agent_profile())
+        places = context.parallelize(range(3), 3).withResources(jvm.agent_profile(spark))
         job = places.mapPartitionsWithIndex(lambda index, _: agent(address, index))
         found: list[int] = []
         thread = threading.Thread(target=lambda: found.extend(job.collect()))
@@ -90,9 +90,8 @@ class Session:
     """As much of a session as is looked at before its executors are counted."""
 
     def __init__(self, **settings: str) -> None:
-        conf = {"spark.executor.resource.agent.amount": "1", **settings}
         self._jsparkSession = object()
-        self.sparkContext = SimpleNamespace(_jsc=object(), getConf=lambda: conf)
+        self.sparkContext = SimpleNamespace(_jsc=object(), getConf=lambda: settings)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +100,6 @@ class Session:
         (object(), "Spark Connect"),
         (Session(**{"spark.dynamicAllocation.enabled": "true"}), "spark.dynamicAllocation.enabled is true"),
         (Session(**{"spark.speculation": "true"}), "spark.speculation is true"),
-        (Session(**{"spark.executor.resource.agent.amount": ""}), "spark.executor.resource.agent.amount to 1"),
     ],
 )
 def test_a_session_that_cannot_hold_agents_is_refused(session: Any, says: str) -> None:
@@ -113,6 +111,12 @@ def test_more_workers_than_executors_are_refused(spark: Any, monkeypatch: pytest
     monkeypatch.setattr(jvm, "START_SECONDS", 0.0)
     with pytest.raises(UsageError, match=r"4 workers need as many executors, and there are 3 .*at most 3 workers"):
         jvm.check_session(spark, 4)
+
+
+def test_a_driver_that_cannot_hold_a_reduction_is_refused(spark: Any) -> None:
+    jvm.check_room(spark, 100_000_000, 3)
+    with pytest.raises(UsageError, match=r"brings 6,000 MB to the driver.* set spark.driver.memory to 25g"):
+        jvm.check_room(spark, 2_000_000_000, 3)
 
 
 PACKAGED = """

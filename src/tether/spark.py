@@ -120,13 +120,14 @@ class FrameTask(Task):
         self.source = Source(frame, self.columns)
         #: what a row has
         self.fields: tuple[Field, ...] = self.source.fields
-        self.classes = self.source.classes
+        self._with_last_class: Source | None = self.source
         self._held_out: TensorDataset | None = None
         if held_out is not None:
             # a frame of its own must have rows of the same kind
             source = Source(held_out, replace(self.columns, shape=self.fields[0].shape))
-            self.classes = max(self.classes, source.classes)
+            self._with_last_class = max(self.source, source, key=lambda each: each.classes)
             self._held_out = source.collect(validation_rows, seed)
+        self.classes = self._with_last_class.classes
 
     @property
     def name(self) -> str:
@@ -169,14 +170,16 @@ class FrameTask(Task):
                 f"{', '.join(self.columns.features)}: {error}"
             ) from error
         if self.columns.classes and (outputs.dim() != 2 or outputs.shape[1] < self.classes):
+            assert self._with_last_class is not None
             raise TaskError(
-                f"label column {self.columns.label!r} has classes up to {self.classes - 1}, for which the model must "
-                f"have {self.classes} outputs; two rows gave the shape {tuple(outputs.shape)}"
+                f"label column {self.columns.label!r} has classes up to {self.classes - 1}, as in "
+                f"{self._with_last_class.where_the_last_class_is()}, for which the model must have {self.classes} "
+                f"outputs; two rows gave the shape {tuple(outputs.shape)}"
             )
 
     def __getstate__(self) -> dict[str, Any]:
         """Neither the frame nor the rows held out travel."""
-        return {**vars(self), "source": None, "_held_out": None}
+        return {**vars(self), "source": None, "_with_last_class": None, "_held_out": None}
 
 
 def inputs(features: Tensor) -> Tensor:

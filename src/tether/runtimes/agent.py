@@ -96,7 +96,7 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         address = (meeting.host, meeting.port)
         lifeline = at_the_end.enter_context(socket.create_connection(address, GREETING_SECONDS))
         host = lifeline.getsockname()[0]
-        birth = replace(birth, directory=directory, host=host)
+        birth = replace(birth, directory=directory, host=host, device=_gpu())
         meal = at_the_end.enter_context(_Meal(feeding, meeting.secret, host)) if feeding else None
         here = Here(index, str(directory), host, meal.intake.port if meal else 0)
         answer = _greet(lifeline, meeting, here)
@@ -117,6 +117,15 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         if given_up.is_set():
             raise RunError(f"{node.name} was given up by its driver")  # so that Spark starts another
         return node.name
+
+
+def _gpu() -> int | None:
+    """The GPU that Spark has given to this task, if it does."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    given = context.resources().get("gpu") if context is not None else None
+    return int(given.addresses[0]) if given is not None else None
 
 
 def _greet(lifeline: socket.socket, meeting: Meeting, here: Here) -> Answer:

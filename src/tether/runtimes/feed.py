@@ -143,6 +143,10 @@ class Source:
                 )
         return counts
 
+    def where_the_last_class_is(self) -> str:
+        """A row that has the largest label."""
+        return self._tell(self._last_class)
+
     def collect(self, rows_max: int, seed: int = 0) -> TensorDataset:
         """So many rows at the driver, drawn at random if there are more."""
         rows = self._rows
@@ -192,7 +196,7 @@ class Source:
             sql.count("*").alias("rows"),
             sql.min(sql.when(features.isNotNull(), sql.struct(length.alias("length"), row))).alias("shortest"),
             sql.max(sql.when(features.isNotNull(), sql.struct(length.alias("length"), row))).alias("longest"),
-            sql.max(label).alias("label_max"),
+            sql.max(sql.struct(label.alias("label"), row)).alias("last_class"),
             *(sql.min(sql.when(condition, row)).alias(name) for name, condition in faults.items()),
         ).collect()[0]
         if found["rows"] == 0:
@@ -221,9 +225,10 @@ class Source:
         shape = columns.shape or (width,)
         if math.prod(shape) != width:
             raise UsageError(f"feature column {named} has {width} values in a row, which do not make the shape {shape}")
+        self._last_class = found["last_class"]["row"]
         return (
             found["rows"],
-            int(found["label_max"]) + 1 if columns.classes else 0,
+            int(found["last_class"]["label"]) + 1 if columns.classes else 0,
             Field("features", "uint8" if raw else columns.dtype, shape),
         )
 

@@ -2,13 +2,13 @@
 
 What was found with pyspark 4.3.0 on local-cluster:
 
-- One agent per executor is held by a resource of our own. Executors have one `agent` each, told by a discovery script;
-  the task-only profile of `agent_profile` asks for one. N tasks then land on N executors, and after a kill -9 the task
-  of the dead one waits for its replacement while the others go on. Tasks without the profile are placed as ever. In
-  local-cluster and standalone clusters it is the worker that hands resources out, so the amount and the script are
-  needed twice: as `spark.worker.resource...`, which a standalone worker reads from its own configuration, and as
-  `spark.executor.resource...`.
-- An agent occupies one core of its executor; reducing and fetching a broadcast beside each other take two more.
+- One agent per executor is held by the task-only profile of `agent_profile`. N tasks then land on N executors, and
+  after a kill -9 the task of the dead one waits for its replacement while the others go on. Tasks without the profile
+  are placed as ever. If executors have a resource `agent`, one each, told by a discovery script, the profile asks for
+  that. In local-cluster and standalone clusters it is the worker that hands resources out, so the amount and the script
+  are needed twice: as `spark.worker.resource...`, which a standalone worker reads from its own configuration, and as
+  `spark.executor.resource...`. On any other cluster the profile asks for more than half of an executor's cores.
+- An agent computes on one core of its executor; reducing and fetching a broadcast beside each other take two more.
 - local-cluster writes below SPARK_HOME, which is the installed package, unless SPARK_HOME is elsewhere.
 - Every Python worker of an executor imports what its tasks need, torch included; forks of a daemon that has imported it
   need not, so this module is also such a daemon.
@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
     from pyspark.sql import SparkSession
 
-#: an agent, and one exchange beside it
-CORES_MIN = 2
+#: of an executor: an agent, a reduction and a broadcast
+CORES = 3
+#: how often the JVM of a driver holds what a reduction brings, on its way
+COPIES = 4
 #: how long executors may take to register
 START_SECONDS = 120.0
 
@@ -84,12 +86,29 @@ def session(master: str | None = "local-cluster[3,3,1024]", settings: dict[str, 
     return builder.getOrCreate()
 
 
-def agent_profile() -> ResourceProfile:
-    """The profile of tasks of which each executor runs one at a time: `rdd.withResources(agent_profile())`."""
+def agent_profile(spark: SparkSession) -> ResourceProfile:
+    """The profile of agents: one on an executor, or one for each GPU if Spark hands those out."""
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-    profile: Any = ResourceProfileBuilder().require(TaskResourceRequests().resource("agent", 1)).build
+    requests = TaskResourceRequests()
+    if _amount(spark, "gpu"):
+        requests.resource("gpu", 1)
+    elif _amount(spark, "agent") == 1:
+        requests.resource("agent", 1)
+    else:
+        requests.cpus(_majority(spark))
+    profile: Any = ResourceProfileBuilder().require(requests).build
     return profile  # type: ignore[no-any-return]
+
+
+def _amount(spark: SparkSession, resource: str) -> int:
+    """How much of a resource an executor has."""
+    return int(spark.sparkContext.getConf().get(f"spark.executor.resource.{resource}.amount", "0") or 0)
+
+
+def _majority(spark: SparkSession) -> int:
+    """So many cores that no executor has them twice."""
+    return max(cores for _, cores in executors(spark).values()) // 2 + 1
 
 
 def executors(spark: SparkSession) -> dict[str, tuple[str, int]]:
@@ -121,24 +140,39 @@ def check_session(spark: SparkSession, workers: int) -> None:
     ):
         if (conf.get(setting, "false") or "").lower() == "true":
             raise UsageError(f"{setting} is true: set it to false, since {why}")
-    if conf.get("spark.executor.resource.agent.amount") != "1":
-        raise UsageError(
-            "executors of this session have no resource 'agent', which holds the agents apart: set "
-            "spark.executor.resource.agent.amount to 1 and spark.executor.resource.agent.discoveryScript before the "
-            "session is made, or make it with tether.runtimes.jvm.session()"
-        )
+    each = max(1, _amount(spark, "gpu"))
     deadline = time.monotonic() + START_SECONDS
-    while len(there := executors(spark)) < workers:
+    while each * len(there := executors(spark)) < workers:
         if time.monotonic() > deadline:
             raise UsageError(
                 f"{workers} workers need as many executors, and there are {len(there)} after {START_SECONDS:g} s: "
-                f"use at most {len(there)} workers, or raise spark.executor.instances"
+                f"use at most {each * len(there)} workers, or raise spark.executor.instances"
             )
         time.sleep(0.1)
-    if few := sorted(name for name, (_, cores) in there.items() if cores < CORES_MIN):
+    held = each if _amount(spark, "gpu") or _amount(spark, "agent") == 1 else _majority(spark)
+    if few := sorted(name for name, (_, cores) in there.items() if cores <= held):
         raise UsageError(
-            f"executor {few[0]} has too few cores for an agent and the exchanges beside it: "
-            f"set spark.executor.cores to {CORES_MIN + 1}"
+            f"executor {few[0]} has {there[few[0]][1]} cores, too few for an agent and the exchanges beside it: "
+            f"set spark.executor.cores to {each + 2}"
+        )
+
+
+def check_room(spark: SparkSession, vector_bytes: int, workers: int) -> None:
+    """Refuse a session whose driver cannot hold what a reduction brings it."""
+    jsc: Any = spark.sparkContext._jsc
+    brought = vector_bytes * workers
+    allowed = jsc.sc().conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
+    if 0 < allowed < 1.1 * brought:
+        raise UsageError(
+            f"a reduction brings {brought / 1e6:,.0f} MB to the driver, and spark.driver.maxResultSize is "
+            f"{allowed / 1e6:,.0f} MB: set it to 0, which is no limit"
+        )
+    java: Any = spark.sparkContext._jvm
+    memory = java.java.lang.Runtime.getRuntime().maxMemory()
+    if memory < COPIES * brought:
+        raise UsageError(
+            f"a reduction brings {brought / 1e6:,.0f} MB to the driver, whose JVM has {memory / 1e6:,.0f} MB and needs "
+            f"{COPIES} times as much: set spark.driver.memory to {-(-COPIES * brought // 10**9) + 1}g"
         )
 
 
@@ -153,7 +187,6 @@ def _import_pyspark() -> None:
 
 def _settings(master: str) -> dict[str, str]:
     common = {
-        "spark.executor.resource.agent.amount": "1",
         "spark.locality.wait": "500ms",  # exchange tasks go where their agent is, or soon elsewhere
         "spark.task.maxFailures": "16",  # an agent may be killed more often than Spark expects of a task
         "spark.broadcast.compress": "false",  # weights do not get smaller
@@ -165,7 +198,7 @@ def _settings(master: str) -> dict[str, str]:
         "spark.ui.showConsoleProgress": "false",
     }
     if not master.startswith("local-cluster"):
-        return {**common, "spark.executor.cores": str(CORES_MIN + 1)}
+        return {**common, "spark.executor.cores": str(CORES)}
     home = _home()
     os.environ.setdefault("SPARK_HOME", str(home))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
@@ -174,6 +207,7 @@ def _settings(master: str) -> dict[str, str]:
     hasty = "-XX:TieredStopAtLevel=1"  # the JVMs share this machine's cores: up in 16 s instead of 27 s on two of them
     return {
         **common,
+        "spark.executor.resource.agent.amount": "1",
         "spark.executor.resource.agent.discoveryScript": script,
         "spark.worker.resource.agent.amount": "1",
         "spark.worker.resource.agent.discoveryScript": script,

@@ -82,6 +82,8 @@ class Birth:
     driver: str = ""
     host: str = ""
     collectives: Callable[..., Exchange] = Collectives
+    #: the number of the device that it was given; without one, devices are taken in turns
+    device: int | None = None
 
 
 class NodeProcess:
@@ -117,7 +119,7 @@ class NodeProcess:
             # nobody computes before all are there, so it is early enough if the joint node gives the values
             region = torch.frombuffer(attach(birth.directory, SHARED), dtype=torch.uint8)
             shared = Shared(region, first=self.name == plan.joint)
-        device = own_device(node.index) if node.computes else None
+        device = own_device(node.index if birth.device is None else birth.device) if node.computes else None
         machine, replica = plan.build(node, self._memory.empty, shared, device)
         recorder = plan.recorder(node, replica)
         # a record tells of the weights at every event, so nothing may change them in between

@@ -80,7 +80,7 @@ class Spark:
         on this machine.
         """
         if master is None and "PYSPARK_GATEWAY_PORT" not in os.environ:
-            master = f"local-cluster[{workers},{jvm.CORES_MIN + 1},1024]"
+            master = f"local-cluster[{workers},{jvm.CORES},1024]"
         return Spark(jvm.session(master), workers, **settings)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
@@ -89,6 +89,8 @@ class Spark:
         if plan.record:
             raise UsageError("a run on Spark cannot be recorded: its nodes do not share the run's directory")
         jvm.check_session(self.session, self.workers)
+        if plan.collective:
+            jvm.check_room(self.session, plan.vector_bytes, self.workers)
         host = socket.gethostbyname(self.session.sparkContext.getConf().get("spark.driver.host", "localhost"))
         driver = SparkDriver(self, plan, observer, host)
         try:
@@ -264,7 +266,7 @@ class Agents:
             self._context.setJobGroup(self._group, "the agents of a run", interruptOnCancel=True)
             count = len(self._places)
             try:
-                places = self._context.parallelize(range(count), count).withResources(jvm.agent_profile())
+                places = self._context.parallelize(range(count), count).withResources(jvm.agent_profile(self._session))
                 places.mapPartitionsWithIndex(agents).collect()
             except Exception as error:
                 if not self._over:
