@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tether import rows
 from tether.learner import Learner
+from tether.machine import Wanted
 from tether.task import Task
 
 WORDS = 12
@@ -209,6 +211,56 @@ def test_a_gradient_of_all_rows_travels_flat() -> None:
 def test_what_would_make_a_difference_stays_dense(task: Task) -> None:
     made = trained(task, steps=3)
     assert made._rows == []
+
+
+def decaying(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.RMSprop(parameters, lr=0.01, weight_decay=0.01)
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every embedding counts as a large one."""
+    monkeypatch.setattr(rows, "LARGE", 1)
+
+
+@pytest.mark.parametrize("make", [momentum, adam, decaying])
+@pytest.mark.parametrize("wanted", ["step", "flat", "rows"])
+def test_of_a_large_embedding_rows_are_taken_and_all_are_stepped(
+    make: Any, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = trained(Sentences(make))
+    assert dense._rows == []
+    monkeypatch.setattr(rows, "LARGE", 1)
+    made = learner(Sentences(make))
+    part = made._rows[0]
+    for fresh in [True, False] * 10:
+        made.compute(wanted, fresh)
+        assert part.touched is not None and len(part.touched) < WORDS / 2
+        made.step(None, 1.0)
+    torch.testing.assert_close(made.weights, dense.weights)
+
+
+@pytest.mark.parametrize("make", [momentum, adam, decaying])
+def test_rows_of_a_large_embedding_travel_and_the_hub_steps_all(make: Any, large: None) -> None:
+    home, away, hub = (learner(Sentences(make)) for _ in range(3))
+    for _ in range(10):
+        home.compute("step", False)
+        home.step(None, 0.5)
+        taken = away.compute("rows", True)
+        assert len(taken.touched) == 1 and len(taken.gradient) < away.parameter_count
+        hub.step(taken.gradient, 0.5, taken.touched)
+        away.weights.copy_(hub.weights)
+    torch.testing.assert_close(hub.weights, home.weights)
+
+
+def test_a_step_with_foreign_rows_leaves_the_own_ones_as_they_were(large: None) -> None:
+    made, other = learner(Sentences(momentum)), learner(Sentences(momentum))
+    other.compute("rows", True)
+    foreign = other.compute("rows", True)
+    made.compute("step", False)
+    own = made._rows[0].whole().clone()
+    made.step(foreign.gradient, 1.0, foreign.touched)
+    assert torch.equal(made._rows[0].whole(), own)
 
 
 @pytest.mark.parametrize("make", [sgd, momentum, adam])

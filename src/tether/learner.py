@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
-from tether.rows import rows_of
+from tether.rows import LARGE, rows_of
 from tether.task import SyntheticTask, Task, describe_error
 from tether.twin import Twin
 from tether.vector import Empty, Shared, Vector, put_gradient
@@ -28,8 +28,6 @@ ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 }
-#: a parameter of so many values is a run of its own, so that a step can use its gradient where backward made it
-LARGE = 1 << 16
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 
@@ -70,17 +68,18 @@ class Learner:
                 f"{type(self.optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
                 "exchange: use an optimizer such as torch.optim.SGD or Adam"
             )
-        self._rows = rows_of(self.model, self.vector, self.optimizer)
+        self._rows = rows_of(self.model, self.vector, self.optimizer, flat=type(self.optimizer) in ELEMENTWISE)
         if self._twin is not None:
             self._twin.follow(self.model)
         places = list(zip(self.vector.parameters, self.vector.positions, strict=False))
+        # runs of their own, so that a step can use their gradients where backward made them
         self._large = {start: p for p, start in places if p.numel() >= LARGE}
         by_rows = {part.start: part.stop for part in self._rows}
         alone = by_rows | {start: start + p.numel() for start, p in self._large.items()}
         runs = flatten(self.optimizer, self.vector, alone.items())
         self.flat = runs is not None
         self._runs = runs or []
-        #: each embedding that is stepped by rows, with its run of the vector and its group of the optimizer
+        #: each embedding whose gradients are rows, with its run of the vector and its group of the optimizer
         self._row_runs = [
             (part, run, group)
             for part in self._rows
@@ -98,10 +97,6 @@ class Learner:
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         self._steps += 1
         self._drop()
-        if fresh and wanted != "step":
-            self.vector.renew_gradient()
-            for part in self._rows:
-                part.laid = None
         for parameter in self.vector.parameters:
             parameter.grad = None  # a gradient made anew and copied costs half of one added to zeros
         if self._twin is None:
@@ -113,7 +108,7 @@ class Learner:
             self._twin.give(self.vector)
         for part in self._rows:
             part.take()
-        gradient, touched = self._gather(wanted)
+        gradient, touched = self._gather(wanted, fresh)
         return Taken(gradient, value, self.task.batch_size, touched)
 
     def _pass(self, model: nn.Module, device: torch.device) -> float:
@@ -145,9 +140,12 @@ class Learner:
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
             self._show(gradient.to(self.weights), touched)
-        for part, run, group in self._row_runs:
-            if run.grad is None:
+        in_rows = [(part, run, group) for part, run, group in self._row_runs if run.grad is None]
+        for part, run, group in in_rows:
+            if part.lazy:
                 part.step(self.optimizer, group, run, rate)
+            else:
+                run.grad = part.whole()
         if rate == 1.0:
             self.optimizer.step()
         else:
@@ -157,6 +155,8 @@ class Learner:
             self.optimizer.step()
             for group, lr in zip(self.optimizer.param_groups, usual, strict=True):
                 group["lr"] = lr
+        for _, run, _ in in_rows:
+            run.grad = None
         if gradient is not None:
             for run, run_gradient in zip(self._runs, own[0], strict=True):
                 run.grad = run_gradient
@@ -172,7 +172,7 @@ class Learner:
             part.laid = None
         self._lay(self.vector.gradient)
 
-    def _gather(self, wanted: Wanted) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def _gather(self, wanted: Wanted, fresh: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """What is wanted of the gradient that backward has made, and all of it laid out for a step."""
         touched = {part.start: part.touched for part in self._rows if part.touched is not None}
         if wanted == "rows" and 0 < len(touched) == len(self._rows):
@@ -180,6 +180,10 @@ class Learner:
             packed = self._pack()
             self._lay(packed, packed=True)
             return packed, tuple(touched.values())
+        if fresh and wanted != "step":
+            self.vector.renew_gradient()
+            for part in self._rows:
+                part.laid = None
         made = {start: p.grad for start, p in self._large.items() if p.grad is not None and not p.grad.is_sparse}
         flat = self.vector.gather_gradient(touched.keys() | made.keys() if wanted == "step" else touched.keys())
         self._lay(flat)

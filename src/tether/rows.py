@@ -7,6 +7,9 @@ Then a step costs what the batch costs, and not what the vocabulary does.
 - An embedding that was made with `sparse=True` has its rows stepped by SGD, momentum or Adam. Momentum and Adam are
   lazy: the moments of a row that is not touched rest until it is.
 - An ordinary `nn.Embedding` is treated so with plain SGD, where it makes no difference to the result.
+- Of any other large embedding torch is asked for the touched rows as well, since a whole gradient would have to be
+  filled with zeros, copied and sent. All its rows are stepped: who steps lays the touched ones into a gradient that is
+  zero elsewhere.
 - A gradient that is dense, because the weight is also used otherwise or because it was averaged, touches all rows.
 
 A gradient that travels as it is has the dense parameters first, without gaps, and behind them the touched rows of one
@@ -25,13 +28,18 @@ from torch import Tensor, nn
 
 from tether.vector import Vector
 
+#: a parameter of so many values is handled by itself
+LARGE = 1 << 16
+
 
 class Rows:
     """One embedding's part of the vector."""
 
-    def __init__(self, vector: Vector, parameter: Tensor) -> None:
+    def __init__(self, vector: Vector, parameter: Tensor, *, lazy: bool) -> None:
         self._vector = vector
         self._parameter = parameter
+        #: whether rows that are not touched stay as they are
+        self.lazy = lazy
         self.start = vector.positions[next(i for i, p in enumerate(vector.parameters) if p is parameter)]
         self.stop = self.start + parameter.numel()
         #: the rows that have a gradient; None: all, or not known
@@ -40,6 +48,9 @@ class Rows:
         self.values: Tensor | None = None
         #: the rows of the flat gradient that are not zero; None: not known
         self.laid: Tensor | None = None
+        #: a gradient of the whole embedding, for steps of all rows, and which of its rows are not zero
+        self._whole: Tensor | None = None
+        self._whole_laid: Tensor | None = None
 
     def take(self) -> None:
         """After a backward pass: know the rows that it touched."""
@@ -65,14 +76,25 @@ class Rows:
 
     def lay(self) -> None:
         """Put the touched rows, if they are known, into the flat gradient."""
-        if self.touched is not None and self.values is not None:
-            part = self._of(self._vector.gradient)
-            if self.laid is None:
-                part.zero_()
-            else:
-                part.index_fill_(0, self.laid, 0.0)
-            part.index_copy_(0, self.touched, self.values)
+        if self.touched is not None:
+            self._lay_into(self._of(self._vector.gradient), self.laid)
         self.laid = self.touched
+
+    def whole(self) -> Tensor:
+        """The gradient of all rows, flat; good until the next one."""
+        if self._whole is None:
+            self._whole = torch.empty_like(self._parameter)
+        self._lay_into(self._whole, self._whole_laid)
+        self._whole_laid = self.touched
+        return self._whole.view(-1)
+
+    def _lay_into(self, place: Tensor, laid: Tensor | None) -> None:
+        assert self.touched is not None and self.values is not None
+        if laid is None:
+            place.zero_()
+        else:
+            place.index_fill_(0, laid, 0.0)
+        place.index_copy_(0, self.touched, self.values)
 
     def step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], run: Tensor, rate: float) -> None:
         """What the optimizer would do to the touched rows."""
@@ -104,19 +126,25 @@ class Rows:
         return part.view(self._parameter.shape)
 
 
-def rows_of(model: nn.Module, vector: Vector, optimizer: torch.optim.Optimizer) -> list[Rows]:
-    """The embeddings whose rows can be stepped one by one, made so that torch tells which those are."""
+def rows_of(model: nn.Module, vector: Vector, optimizer: torch.optim.Optimizer, *, flat: bool) -> list[Rows]:
+    """The embeddings whose gradients are rows, made so that torch tells which those are.
+
+    flat: whether the optimizer can be given gradients in place of those that torch has made.
+    """
     owners = Counter(id(p) for part in model.modules() for p in part.parameters(recurse=False))
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     found = []
     for part in model.modules():
-        if type(part) is not nn.Embedding or owners[id(part.weight)] > 1 or id(part.weight) not in groups:
+        if not isinstance(part, nn.Embedding) or type(part).forward is not nn.Embedding.forward:
             continue
-        group = groups[id(part.weight)]
+        group = groups.get(id(part.weight))
+        if group is None or owners[id(part.weight)] > 1 or part.max_norm is not None or part.scale_grad_by_freq:
+            continue
         plain = isinstance(optimizer, torch.optim.SGD) and not group["momentum"]
-        if part.max_norm is None and not part.scale_grad_by_freq and (part.sparse or plain) and _able(optimizer, group):
+        lazy = type(part) is nn.Embedding and (part.sparse or plain) and _able(optimizer, group)
+        if lazy or (flat and part.weight.requires_grad and part.weight.numel() >= LARGE):
             part.sparse = True
-            found.append(Rows(vector, part.weight))
+            found.append(Rows(vector, part.weight, lazy=lazy))
     return sorted(found, key=lambda part: part.start)
 
 

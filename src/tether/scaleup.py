@@ -2,7 +2,8 @@
 
 The model is the paper's convolutional one for sentences, on public texts, with an embedding of so many rows that the
 model is as large as the paper's. The optimizer is plain SGD. Only Tether can step just the rows of an embedding that a
-batch has touched, so in the comparison it does not; what that is worth is measured by itself.
+batch has touched, so in the comparison it steps all of them, as it does for any other optimizer; what the touched rows
+are worth is measured by itself.
 
 A figure is the samples made in a window of time over the length of that window. Starting processes, reading data and
 the first steps are not in it. Systems are measured in turns, and ratios taken within a turn.

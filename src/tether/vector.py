@@ -63,15 +63,19 @@ class Vector:
             position = end
         self._empty = empty
         self._buffers = [(part, name, buffer) for (part, name), buffer in zip(places, buffers, strict=True)]
+        self._gradient_views: list[Tensor] = []
         self.renew_gradient()
 
     def renew_gradient(self) -> None:
         """Have the next gradients in a new buffer; the old one keeps its values for whoever still holds it."""
+        for parameter, view in zip(self.parameters, self._gradient_views, strict=False):
+            if parameter.grad is view:
+                parameter.grad = None
         self.gradient = self._empty(self.parameter_count, dtype=self.weights.dtype, device=self.weights.device)
-        self._gradient_views: list[Tensor] = []
-        for parameter, start in zip(self.parameters, self.positions, strict=False):
-            self._gradient_views.append(self.gradient[start : start + parameter.numel()].view(parameter.shape))
-            parameter.grad = None
+        self._gradient_views = [
+            self.gradient[start : start + parameter.numel()].view(parameter.shape)
+            for parameter, start in zip(self.parameters, self.positions, strict=False)
+        ]
 
     def gather_gradient(self, left: Collection[int] = ()) -> Tensor:
         """The flat gradient after a backward pass, whatever the passes did to `parameter.grad` and to buffers.
@@ -95,10 +99,13 @@ class Vector:
 
 def put_gradient(parameter: Tensor, place: Tensor) -> None:
     """Copy what backward made of a parameter, or zeros if it made nothing."""
-    if parameter.grad is None:
-        place.zero_()
-    else:
-        place.copy_(parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad)
+    made = parameter.grad
+    if made is not None and not made.is_sparse:
+        place.copy_(made)
+        return
+    place.zero_()
+    if made is not None:
+        place.index_add_(0, made._indices()[0], made._values())
 
 
 def shards(length: int, count: int) -> list[slice]:
