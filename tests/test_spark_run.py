@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from tether import Averaging, Elastic, Grid, Mpca, Server, Spark, UsageError, run
+from tether.errors import RunError, WireError
 from tether.machine import Broadcasted, Event, Message, Node, Reduce, Reduced
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
@@ -27,7 +29,8 @@ from tether.protocols import Options
 from tether.runtimes.agent import NONCE_BYTES, Answer, Fenced, Here, Welcome, framed
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.driver import Came, Died
-from tether.runtimes.exchange import Desk, Offers, add, ask, delivered, fetched
+from tether.runtimes.exchange import Desk, Offers, _read, add, ask, delivered, fetched
+from tether.runtimes.memory import Memory, PeerMemory
 from tether.runtimes.process import Birth
 from tether.runtimes.spark import Agents, Jobs
 from tether.tasks import load
@@ -269,37 +272,72 @@ class Word(Message, frozen=True):
 class Node_:
     """What a desk wants of a node."""
 
-    def __init__(self, offers: Offers) -> None:
+    def __init__(self, offers: Offers, memory: Memory) -> None:
         self.lock = threading.Lock()
         self.offers = offers
+        self.memory = memory
         self.events: list[Event] = []
 
     def receive(self, sender: str, message: Message) -> None:
         self.events += self.offers.receive(message)
 
 
-def test_tasks_fetch_offers_and_hand_over_broadcasts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [4, 10**5])
+def test_tasks_fetch_offers_and_hand_over_broadcasts(count: int, tmp_path: Path) -> None:
     sent: list[tuple[str, Message]] = []
     offers = Offers("worker-0", lambda to, message: sent.append((to, message)))
-    node = Node_(offers)
+    node = Node_(offers, Memory(tmp_path, "worker-0"))
     desk = Desk(node, offers, tmp_path, [Down[Word]])  # type: ignore[arg-type]
     members = ("hub", "worker-0")
     try:
-        assert offers.reduce(Reduce("round 1", members, torch.arange(4.0), 2.0, 5)) == []
+        assert offers.reduce(Reduce("round 1", members, torch.arange(count).float(), 2.0, 5)) == []
         assert [type(message).__name__ for _, message in sent] == ["Offered"]
         here = [("worker-0", str(tmp_path))]
-        ((values, weight, covers),) = fetched("round 1")(iter(here))  # type: ignore[misc]
-        assert values.tolist() == [0, 2, 4, 6] and weight == 2.0 and covers == {"worker-0": 5}
+        for _ in range(2):
+            ((values, weight, covers),) = fetched("round 1")(iter(here))  # type: ignore[misc]
+            assert values.tolist() == list(range(0, 2 * count, 2)) and weight == 2.0 and covers == {"worker-0": 5}
+        assert node.memory.used_bytes == 0, "what was lent to a task has been returned"
         assert list(fetched("round 2")(iter(here))) == [None]
         assert list(fetched("round 1")(iter([("worker-1", str(tmp_path / "gone"))]))) == [None]
-        frames = [bytes(f) for f in Codec([Message]).encode(Down("round", 0, members, (), Word(torch.ones(3))))]
-        for _ in range(2):  # a task that runs again brings nothing new
-            assert list(delivered(type("Variable", (), {"value": frames}))(iter(here))) == ["worker-0"]
+        frames = Codec([Message]).encode(Down("round", 0, members, (), Word(torch.ones(3))))
+        (tmp_path / "file").write_bytes(pickle.dumps([pickle.PickleBuffer(frame) for frame in frames], protocol=5))
+        for variable in ({"value": frames, "_path": None}, {"_path": str(tmp_path / "file")}):
+            # a task that runs again brings nothing new
+            assert list(delivered(type("Variable", (), variable))(iter(here))) == ["worker-0"]
         (event,) = node.events
         assert isinstance(event, Broadcasted) and event.message.values.tolist() == [1, 1, 1]  # type: ignore[attr-defined]
+        again = Codec([Message]).encode(Down("round", 1, members, (), Word(torch.zeros(3))))
+        (tmp_path / "file").write_bytes(pickle.dumps([pickle.PickleBuffer(frame) for frame in again], protocol=5))
+        assert list(delivered(type("Variable", (), {"_path": str(tmp_path / "file")}))(iter(here))) == ["worker-0"]
+        assert len(node.events) == 2
     finally:
         desk.close()
     assert ask(str(tmp_path), frames) is None
+
+
+def test_an_agent_reads_bytes_only(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(pickle.dumps([b"", os.system]))
+    with pytest.raises(WireError, match="system"):
+        _read(str(tmp_path / "file"))
+
+
+@pytest.mark.parametrize("lost", [RunError, WireError])
+def test_where_memory_is_out_of_sight_offers_come_along(
+    lost: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offers = Offers("worker-0", lambda to, message: None)
+    desk = Desk(Node_(offers, Memory(tmp_path, "worker-0")), offers, tmp_path, [Down[Word]])  # type: ignore[arg-type]
+
+    def refuse(*_: Any) -> Any:
+        raise lost("no access")
+
+    monkeypatch.setattr(PeerMemory, "borrow", refuse)
+    try:
+        offers.reduce(Reduce("round 1", ("hub", "worker-0"), torch.ones(10**5), 2.0, 5))
+        ((values, _, _),) = fetched("round 1")(iter([("worker-0", str(tmp_path))]))  # type: ignore[misc]
+        assert values.sum() == 2 * 10**5
+    finally:
+        desk.close()
 
 
 def test_sums_add_up_whoever_is_missing() -> None:

@@ -87,7 +87,7 @@ class Codec:
             raise WireError(f"a tensor of shape {shape} and type {name} in a frame of {len(frame)} bytes")
         if not len(frame):
             return torch.empty(shape, dtype=dtype)
-        writable = bytearray(frame) if isinstance(frame, bytes) or frame.readonly else frame
+        writable = bytearray(frame) if memoryview(frame).readonly else frame
         return torch.frombuffer(writable, dtype=dtype).view(shape)
 
 

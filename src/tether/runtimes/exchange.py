@@ -1,9 +1,9 @@
 """Broadcasts and reductions as Spark's own: jobs whose tasks go to the agents of their executors.
 
 A member offers what it gives to a reduction, and tells the driver so. When all have offered, the driver runs a
-treeAggregate whose tasks fetch the offers; its result goes to the root. A broadcast is a broadcast variable, which a
-task on each executor hands to the agent there, since a running task cannot be given one. Members and tasks meet at the
-agent's desk, a socket in its directory.
+treeAggregate whose tasks fetch the offers; its result goes to the root. A broadcast is a broadcast variable; a task on
+each executor tells the agent there in which file Spark has put it, since a running task cannot be given one. Members
+and tasks meet at the agent's desk, a socket in its directory, and what is offered is lent in shared memory.
 
 A task that is sent to a wrong executor, or whose agent has died, comes back with nothing. Whoever lives and is missing
 then is asked again by the next job.
@@ -11,9 +11,11 @@ then is asked again by the next job.
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ import torch
 import zmq
 from torch import Tensor
 
-from tether.errors import WireError
+from tether.errors import RunError, WireError
 from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced, stream_of
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.driver import DRIVER
+from tether.runtimes.link import Opener, enveloped
 from tether.runtimes.process import NodeProcess
-from tether.wire import Codec
+from tether.wire import Codec, Frame
 
 #: how long a task waits at a desk
 DESK_SECONDS = 20.0
@@ -50,9 +53,16 @@ class Offered(Message, frozen=True):
 
 
 class Fetch(Message, frozen=True):
-    """Task to agent: what do you give to this reduction?"""
+    """Task to agent: what do you give to this reduction? If `lend`, it may stay where it is."""
 
     tag: str
+    lend: bool = True
+
+
+class Lies(Message, frozen=True):
+    """Task to agent: there is a broadcast in this file."""
+
+    path: str
 
 
 class Taken(Message, frozen=True):
@@ -116,7 +126,8 @@ class Desk:
         self._process = process
         self._offers = offers
         self._directory = directory
-        self._codec = Codec([Fetch, *types])
+        self._questions = Codec([Fetch, Lies, *types])
+        self._answers = Codec([Message])
         self._over = threading.Event()
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -132,20 +143,49 @@ class Desk:
         Path(self._directory, "desk").unlink(missing_ok=True)  # so that whoever comes now need not wait
 
     def _serve(self) -> None:
-        answers = Codec([Message])
-        while not self._over.is_set():
-            if self._socket.poll(100):
-                task, *frames = (frame.buffer for frame in self._socket.recv_multipart(copy=False))
-                with suppress(WireError):
-                    answer = self._answer(self._codec.decode(frames))
-                    self._socket.send_multipart([bytes(task), *answers.encode(answer)], copy=False)
+        try:
+            while not self._over.is_set():
+                if self._socket.poll(100):
+                    task, *frames = (frame.buffer for frame in self._socket.recv_multipart(copy=False))
+                    with suppress(WireError, FileNotFoundError):  # of who has no answer, or is late
+                        answer = self._answer(self._questions.decode(frames))
+                        self._socket.send_multipart([bytes(task), *answer], copy=False)
+        except Exception as error:
+            self._process.fail(error)
 
-    def _answer(self, message: Message) -> Message:
+    def _answer(self, message: Message) -> list[Frame]:
+        if isinstance(message, Fetch):
+            return self._offer(message)
+        if isinstance(message, Lies):
+            message = self._questions.decode(_read(message.path))
         with self._process.lock:
-            if isinstance(message, Fetch):
-                return self._offers.offer(message.tag) or Nothing()
             self._process.receive(DRIVER, message)
-            return Taken()
+        return enveloped(self._answers, self._offers.node, Taken(), _lend_nothing)
+
+    def _offer(self, fetch: Fetch) -> list[Frame]:
+        with self._process.lock:
+            offer = self._offers.offer(fetch.tag) or Nothing()
+        memory, to = self._process.memory, f"tasks of {stream_of(fetch.tag)}"
+        memory.forget(to)  # a task that was killed has returned nothing
+        lend = partial(memory.lend, to) if fetch.lend else _lend_nothing
+        return enveloped(self._answers, self._offers.node, offer, lend)
+
+
+def _lend_nothing(_: Frame) -> None:
+    return None
+
+
+class _Plain(pickle.Unpickler):
+    """Reads what Spark has written, if it is nothing but bytes in a list."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise WireError(f"a broadcast with a {module}.{name}")
+
+
+def _read(path: str) -> list[Frame]:
+    with open(path, "rb") as file:
+        frames: list[Frame] = _Plain(file).load()
+    return frames
 
 
 def _desk(directory: Path) -> str:
@@ -155,10 +195,11 @@ def _desk(directory: Path) -> str:
 # ---- what tasks do ---------------------------------------------------------------------------------------------------
 
 
-def ask(directory: str, frames: list[bytes]) -> Message | None:
+def ask(directory: str, question: Message | list[Frame]) -> Message | None:
     """A question at a desk and the answer to it, if there is one."""
     if not Path(directory, "desk").exists():
         return None
+    frames = Codec([Message]).encode(question) if isinstance(question, Message) else question
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.set_hwm(0)
@@ -166,19 +207,19 @@ def ask(directory: str, frames: list[bytes]) -> Message | None:
         socket.send_multipart(frames, copy=False)
         if not socket.poll(round(DESK_SECONDS * 1000)):
             return None
-        answer: Message = Codec([Up, Taken, Nothing]).decode(
-            [frame.buffer for frame in socket.recv_multipart(copy=False)]
-        )
-        return answer
+        opener = Opener([Up, Taken, Nothing], Path(directory))
+        return opener.open([frame.buffer for frame in socket.recv_multipart(copy=False)])[1]
 
 
 def fetched(tag: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:
     """For the agents of a partition, with their directories: what they offer, times its weight."""
 
     def fetch(agents: Iterator[tuple[str, str]]) -> Iterator[Sum | None]:
-        frames = [bytes(frame) for frame in Codec([Message]).encode(Fetch(tag))]
         for _, directory in agents:
-            offer = ask(directory, frames)
+            try:
+                offer = ask(directory, Fetch(tag))
+            except (RunError, WireError):  # where one process may not see the memory of another
+                offer = ask(directory, Fetch(tag, lend=False))
             yield (
                 (_portable(offer.values * offer.weight), offer.weight, offer.covers) if isinstance(offer, Up) else None
             )
@@ -190,8 +231,9 @@ def delivered(broadcast: Any) -> Callable[[Iterator[tuple[str, str]]], Iterator[
     """For the agents of a partition: those that have taken the frames of a broadcast variable."""
 
     def deliver(agents: Iterator[tuple[str, str]]) -> Iterator[str]:
+        path = getattr(broadcast, "_path", None)  # none, if Spark encrypts its files
         for name, directory in agents:
-            if isinstance(ask(directory, broadcast.value), Taken):
+            if isinstance(ask(directory, Lies(path) if path else broadcast.value), Taken):
                 yield name
 
     return deliver

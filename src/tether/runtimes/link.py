@@ -10,8 +10,9 @@ An `Outbox` may be used by one thread at a time, under the node's lock; an `Inbo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -85,22 +86,36 @@ class Inbox:
             self.socket.bind(f"tcp://{host}:*")
             self.address = self.socket.last_endpoint.decode().rstrip("\0")
         self.socket.bind(address(directory, name))
-        self._codec = Codec(types)
-        self._memory = PeerMemory(directory)
+        self._opener = Opener(types, directory)
 
     def receive(self) -> tuple[str, Message]:
         """The next message and who sent it; `WireError` for one that must be refused."""
-        first, *frames = (frame.buffer for frame in self.socket.recv_multipart(copy=False))
+        return self._opener.open([frame.buffer for frame in self.socket.recv_multipart(copy=False)])
+
+    def forget(self, sender: str) -> None:
+        """Let go of a dead peer's memory."""
+        self._opener.forget(sender)
+
+
+class Opener:
+    """Takes messages out of their envelopes."""
+
+    def __init__(self, types: Iterable[type[Message]], directory: Path) -> None:
+        self._codec = Codec(types)
+        self._memory = PeerMemory(directory)
+
+    def open(self, frames: list[memoryview]) -> tuple[str, Message]:
+        """A message and who sent it."""
+        first, *rest = frames
         try:
             envelope = msgspec.msgpack.decode(first, type=Envelope)
         except (msgspec.MsgspecError, ValueError) as error:
             raise WireError(f"malformed envelope: {error}") from error
         if envelope.loans:
-            frames = self._with_loans(envelope, frames)
-        return envelope.sender, self._codec.decode(frames)
+            rest = self._with_loans(envelope, rest)
+        return envelope.sender, self._codec.decode(rest)
 
     def forget(self, sender: str) -> None:
-        """Let go of a dead peer's memory."""
         self._memory.forget(sender)
 
     def _with_loans(self, envelope: Envelope, frames: list[memoryview]) -> list[memoryview]:
@@ -110,6 +125,15 @@ class Inbox:
         came = iter(frames)
         borrow = self._memory.borrow
         return [next(came), *(borrow(envelope.sender, loan) if loan else next(came) for loan in envelope.loans)]
+
+
+def enveloped(codec: Codec, sender: str, message: Message, lend: Callable[[Frame], Loan | None]) -> list[Frame]:
+    """A message as `Opener.open` takes it; large tensors are lent, if that can be."""
+    header, *tensors = codec.encode(message)
+    loans = [lend(frame) if len(frame) >= SHARED_BYTES_MIN else None for frame in tensors]
+    envelope = Envelope(sender, tuple(loans) if any(loans) else ())
+    come_along = [frame for frame, loan in zip(tensors, loans, strict=True) if loan is None]
+    return [msgspec.msgpack.encode(envelope), header, *come_along]
 
 
 class Outbox:
@@ -143,11 +167,8 @@ class Outbox:
                 self._keys.lock(socket, server=False)
             socket.connect(self.addresses.get(to) or address(self._directory, to))
             self._sockets[to] = socket
-        header, *tensors = self._codec.encode(message)
-        loans = [self._lend(to, frame) for frame in tensors]
-        envelope = Envelope(self._name, tuple(loans) if any(loans) else ())
-        come_along = [frame for frame, loan in zip(tensors, loans, strict=True) if loan is None]
-        self._sockets[to].send_multipart([msgspec.msgpack.encode(envelope), header, *come_along], copy=False)
+        frames = enveloped(self._codec, self._name, message, partial(self._lend, to))
+        self._sockets[to].send_multipart(frames, copy=False)
 
     def forget(self, to: str) -> None:
         """Drop what is still on its way to a dead peer, and take back what it was lent."""
@@ -158,9 +179,7 @@ class Outbox:
             self._memory.forget(to)
 
     def _lend(self, to: str, frame: Frame) -> Loan | None:
-        if self._memory is None or to in self.addresses or len(frame) < SHARED_BYTES_MIN:
-            return None
-        return self._memory.lend(to, frame)
+        return None if self._memory is None or to in self.addresses else self._memory.lend(to, frame)
 
 
 def address(directory: Path, name: str) -> str:

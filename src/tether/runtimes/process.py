@@ -98,8 +98,9 @@ class NodeProcess:
         self._inbox = Inbox(
             context, birth.directory, self.name, [*control.FROM_DRIVER, *types], keys=birth.keys, host=birth.host
         )
-        self._memory = Memory(birth.directory, self.name)
-        self._outbox = outbox(birth, node, context, self._memory)
+        #: where what it sends is lent from
+        self.memory = Memory(birth.directory, self.name)
+        self._outbox = outbox(birth, node, context, self.memory)
         #: held by whoever feeds the node
         self.lock = threading.Lock()
         self._wanted = threading.Condition(self.lock)
@@ -120,7 +121,7 @@ class NodeProcess:
             region = torch.frombuffer(attach(birth.directory, SHARED), dtype=torch.uint8)
             shared = Shared(region, first=self.name == plan.joint)
         device = own_device(node.index if birth.device is None else birth.device) if node.computes else None
-        machine, replica = plan.build(node, self._memory.empty, shared, device)
+        machine, replica = plan.build(node, self.memory.empty, shared, device)
         recorder = plan.recorder(node, replica)
         # a record tells of the weights at every event, so nothing may change them in between
         self._pool = Pool(plan.pool_threads, self.lock, self.fail) if recorder is None else None
@@ -132,7 +133,7 @@ class NodeProcess:
             tracer=Tracer(plan.traced),
             recorder=recorder,
             compress=plan.compress,
-            empty=self._memory.empty,
+            empty=self.memory.empty,
             collectives=birth.collectives,
         )
 
@@ -221,7 +222,7 @@ class NodeProcess:
                     return
                 effect, self._compute = self._compute, None
             # somebody may be still reading the last one
-            fresh = effect.fresh or (taken is not None and self._memory.is_lent(taken.gradient))
+            fresh = effect.fresh or (taken is not None and self.memory.is_lent(taken.gradient))
             start = time.monotonic()
             taken = replica.compute(effect.wanted, fresh)
             seconds = time.monotonic() - start

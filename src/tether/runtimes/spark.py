@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import pickle
 import queue
 import secrets
 import selectors
@@ -182,7 +183,7 @@ class SparkDriver(Driver):
             self._reduce_if_offered(tag)
 
     def _deliver(self, down: Down[Any]) -> None:
-        frames = [bytes(frame) for frame in self._codec.encode(down)]
+        frames = [pickle.PickleBuffer(frame) for frame in self._codec.encode(down)]  # written without a copy
         living = partial(self._living_of, set(down.members[1:]))
         self._jobs.submit(partial(self._jobs.broadcast, frames, living), lambda _: None)
 
@@ -450,7 +451,7 @@ class Jobs:
         self._context.cancelJobGroup(self._group)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def broadcast(self, frames: list[bytes], members: Callable[[], set[str]]) -> None:
+    def broadcast(self, frames: list[pickle.PickleBuffer], members: Callable[[], set[str]]) -> None:
         """Bring frames to all members that live."""
         variable = self._context.broadcast(frames)
         reached: set[str] = set()
@@ -497,8 +498,6 @@ class Jobs:
             return self._placed[1]
 
     def _placed_rdd(self, desks: list[tuple[str, str, str]]) -> RDD[Any]:
-        import pickle
-
         from pyspark import RDD
         from pyspark.serializers import CPickleSerializer
 
