@@ -155,16 +155,18 @@ def test_one_evaluation_is_enough_for_several_multiples() -> None:
 
 
 def test_checkpoints_are_so_many_seconds_apart() -> None:
-    pace = Pace(schedule(checkpoint_seconds=10.0))
+    pace = Pace(schedule(checkpoint_seconds=10.0), lambda: {"tau": 3})
     times = [0.0, 4.0, 9.9, 10.0, 12.0, 19.9, 25.0, 34.0, 35.0]
-    saved = [now for now in times if of_kind(pace.advance(1, 1, now, {"tau": 3}), Checkpoint)]
+    saved = [now for now in times if of_kind(pace.advance(1, 1, now), Checkpoint)]
     assert saved == [10.0, 25.0, 35.0]
 
 
 def test_a_checkpoint_keeps_what_the_protocol_wants_kept() -> None:
-    pace = Pace(schedule(checkpoint_seconds=1.0, first_step=5, first_samples=50))
-    pace.advance(1, 10, 0.0, {"tau": 2})
-    assert gives(pace.advance(1, 10, 1.0, {"tau": 3}), Checkpoint(7, 70, {"tau": 3}))
+    state = {"tau": 2}
+    pace = Pace(schedule(checkpoint_seconds=1.0, first_step=5, first_samples=50), state.copy)
+    pace.advance(1, 10, 0.0)
+    state["tau"] = 3
+    assert gives(pace.advance(1, 10, 1.0), Checkpoint(7, 70, {"tau": 3}))
 
 
 def test_a_continued_run_makes_only_the_steps_that_are_left() -> None:

@@ -1,7 +1,9 @@
 """What exchanges on a Spark cluster cost, after section 5 of the MPCA SGD paper.
 
 The executors are processes of this machine. A worker's step is mostly waiting, as for a GPU, so that the few processors
-there are do the exchanges. Systems are measured in turns, and ratios taken within a turn.
+there are do the exchanges. In mpca a step takes longer the larger the model is, since each has a pull of the whole
+model that would take all processors; averaging's workers do nothing between two exchanges, so that its period is an
+exchange. Systems are measured in turns, and ratios taken within a turn.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ WORKERS = 3
 MASTER = "local-cluster[3,3,2048]"
 #: periods of an exchange that are measured, after so many that are not
 PERIODS, WARM_UP = 4, 2
-STEP_SECONDS = 0.1
+#: of a step, for each MB of the model
+STEP_SECONDS = 0.01
 BARE, ONE_PHASE, MPCA, AVERAGING = "bare broadcast and treeAggregate", "mpca, one phase", "mpca", "averaging"
 #: each as fast as it can
 EXCHANGES: dict[str, Options] = {
@@ -147,7 +150,8 @@ def _bare(session: Any, megabytes: float) -> float:
 def _period(megabytes: float, protocol: Options, on: Spark) -> float:
     periods = Periods()
     request = Request(steps=10**9, evaluate_every=1e9, checkpoint_seconds=1e9, trace=False)
-    on.execute(RunPlan.make(Waiting(megabytes, STEP_SECONDS), protocol, on, request, None), periods)
+    seconds = 0.0 if isinstance(protocol, Averaging) else STEP_SECONDS * megabytes
+    on.execute(RunPlan.make(Waiting(megabytes, seconds), protocol, on, request, None), periods)
     return periods.seconds()
 
 
@@ -155,7 +159,7 @@ def _utilization(protocol: Options, on: Spark, steps: int) -> float:
     """How much of their time workers with a model of 20 MB compute."""
     with tempfile.TemporaryDirectory() as directory:
         result = run(
-            Waiting(20.0, STEP_SECONDS),
+            Waiting(20.0, STEP_SECONDS * 20.0),
             protocol,
             on,
             steps=steps,

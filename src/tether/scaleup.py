@@ -88,7 +88,7 @@ class DenseEmbedding(nn.Embedding):
 def scaleup(
     data: Path | None = None,
     models: Iterable[tuple[str, float]] = MODELS,
-    batch_sizes: Iterable[int] = (1, 4, 16, 64),
+    batch_sizes: Iterable[int] = (1, 2, 4, 16, 64),
     large_models: Iterable[tuple[str, float]] = LARGE_MODELS,
     repeats: int = 5,
     seconds: float = 1.2,

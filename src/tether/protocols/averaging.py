@@ -142,7 +142,7 @@ class AveragingHub:
 
     def __init__(self, seat: Seat, options: Averaging) -> None:
         self.seat = seat
-        self.pace = Pace(seat.schedule)
+        self.pace = Pace(seat.schedule, self._state)
         self.present: list[str] = []
         self.round = -1
         self.in_round = False
@@ -173,7 +173,7 @@ class AveragingHub:
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
             case StopRequested(reason=reason):
-                return self.pace.finish(reason, self._state())
+                return self.pace.finish(reason)
         return []
 
     def _open_round(self) -> list[Effect]:
@@ -200,7 +200,7 @@ class AveragingHub:
         effects: list[Effect] = [
             Install(self._outer.step(total / weight)),
             Record({"round": self.round, "tau": made, "workers": len(contributors)}),
-            *self.pace.advance(made, samples, now, self._state()),
+            *self.pace.advance(made, samples, now),
         ]
         return effects if self.pace.over else [*effects, *self._open_round()]
 

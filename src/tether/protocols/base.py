@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -74,8 +75,10 @@ class Options:
 class Pace:
     """What the joint node does besides its protocol: count, have the model evaluated and saved, and end the run."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, state: Callable[[], dict[str, Any]] = dict) -> None:
+        """`state` gives what a checkpoint shall keep of the protocol."""
         self.schedule = schedule
+        self._state = state
         self.step = schedule.first_step
         self.samples = schedule.first_samples
         self.over = False
@@ -86,14 +89,14 @@ class Pace:
     def steps_left(self) -> int:
         return self.schedule.steps - self.step
 
-    def advance(self, steps: int, samples: int, now: float, state: dict[str, Any] | None = None) -> list[Effect]:
-        """Every worker has made so many further steps; `state` is what a checkpoint shall keep of the protocol."""
+    def advance(self, steps: int, samples: int, now: float) -> list[Effect]:
+        """Every worker has made so many further steps."""
         every = self.schedule.evaluate_every
         evaluations_before = self.step // every
         self.step += min(steps, self.steps_left)
         self.samples += samples
         if self.steps_left <= 0:
-            return self.finish("all steps made", state)
+            return self.finish("all steps made")
         effects: list[Effect] = []
         if self.step // every > evaluations_before:
             effects.append(Evaluate(self.step, self.samples))
@@ -101,25 +104,23 @@ class Pace:
             self._saved_at = now
         if now - self._saved_at >= self.schedule.checkpoint_seconds:
             self._saved_at = now
-            effects.append(Checkpoint(self.step, self.samples, state or {}))
+            effects.append(Checkpoint(self.step, self.samples, self._state()))
         return effects
 
-    def advance_gradients(
-        self, gradients: int, workers: int, samples: int, now: float, state: dict[str, Any] | None = None
-    ) -> list[Effect]:
+    def advance_gradients(self, gradients: int, workers: int, samples: int, now: float) -> list[Effect]:
         """For protocols without rounds: so many gradients, a step being as many as there are workers."""
-        return self.advance(self.whole_steps(gradients, workers), samples, now, state)
+        return self.advance(self.whole_steps(gradients, workers), samples, now)
 
     def whole_steps(self, gradients: int, workers: int) -> int:
         """Steps of so many workers that further gradients make; what is left over is kept for the next."""
         steps, self._gradients = divmod(self._gradients + gradients, workers)
         return steps
 
-    def finish(self, reason: str, state: dict[str, Any] | None = None) -> list[Effect]:
+    def finish(self, reason: str) -> list[Effect]:
         """End the run with the joint model as it is."""
         self.over = True
         return [
             Evaluate(self.step, self.samples, final=True),
-            Checkpoint(self.step, self.samples, state or {}, final=True),
+            Checkpoint(self.step, self.samples, self._state(), final=True),
             Finish(reason),
         ]

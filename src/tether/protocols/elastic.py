@@ -203,7 +203,7 @@ class ElasticHub:
     def __init__(self, seat: Seat, options: Elastic) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule)
+        self.pace = Pace(seat.schedule, lambda: {"tau": self.tau})
         self.present: set[str] = set()
         self.exchanges = 0
         self._auto = options.tau == "auto"
@@ -237,7 +237,7 @@ class ElasticHub:
                     kept.pop(peer, None)
                 return self._serve(now)
             case StopRequested(reason=reason):
-                return self.pace.finish(reason, {"tau": self.tau})
+                return self.pace.finish(reason)
         return []
 
     def _serve(self, now: float) -> list[Effect]:
@@ -287,9 +287,7 @@ class ElasticHub:
             Blend(difference.buffers, exchange.master_alpha, self.seat.parameter_count, loose=True),
             row,
         ]
-        moves += self.pace.advance_gradients(
-            difference.steps, len(self.present), difference.samples, now, {"tau": self.tau}
-        )
+        moves += self.pace.advance_gradients(difference.steps, len(self.present), difference.samples, now)
         return moves if self.pace.over else moves + self._serve(now)
 
     def _choose_tau(self) -> int:

@@ -180,7 +180,7 @@ class MpcaHub:
     def __init__(self, seat: Seat, options: Mpca) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule)
+        self.pace = Pace(seat.schedule, self._state)
         self.present: list[str] = []
         self._cut = options.cut(seat)
         self.ready = deque(range(len(self._cut)))
@@ -211,7 +211,7 @@ class MpcaHub:
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
             case StopRequested(reason=reason):
-                return self.pace.finish(reason, self._state())
+                return self.pace.finish(reason)
         return []
 
     def _launch(self, now: float) -> list[Effect]:
@@ -268,7 +268,7 @@ class MpcaHub:
         self._reduced = [reduced - gradients for reduced in self._reduced]
         samples = gradients * self.seat.schedule.batch_size
         workers = max(1, len(self.present))
-        return self.pace.advance_gradients(gradients, workers, samples, now, self._state()) if gradients else []
+        return self.pace.advance_gradients(gradients, workers, samples, now) if gradients else []
 
     def _prepare(self, shard: int, mean: Tensor) -> Tensor:
         """The joint shard after a reduction; its projection is kept for the next broadcast."""
@@ -278,7 +278,8 @@ class MpcaHub:
         velocity = self._velocity[shard].mul_(options.delta).add_(change, alpha=1 - options.delta)
         moved = change.add_(joint)
         gamma = 0.0 if self._is_buffers(shard) else options.gamma_at(cycle)
-        self._projected[shard] = torch.add(moved, velocity, alpha=gamma)
+        projected = self.seat.empty(len(moved), dtype=moved.dtype)
+        self._projected[shard] = torch.add(moved, velocity, alpha=gamma, out=projected)
         return moved
 
     def _state(self) -> dict[str, Any]:

@@ -642,7 +642,7 @@ class ServerHub:
     def __init__(self, seat: Seat, options: Server) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule)
+        self.pace = Pace(seat.schedule, self._state)
         self.clock = int(seat.restored["clock"]) if seat.restored else 0
         self.present: set[str] = set()
         self.sum = _Sum()
@@ -677,7 +677,7 @@ class ServerHub:
                 self.waiting.pop(peer, None)
                 return [*self._update_if_complete(now), *([] if self.pace.over else self._downcast())]
             case StopRequested(reason=reason):
-                return self.pace.finish(reason, self._state())
+                return self.pace.finish(reason)
         return []
 
     def _take(self, sender: str, push: Push, now: float) -> list[Effect]:
@@ -744,9 +744,9 @@ class ServerHub:
     def _pace(self, collected: _Sum, now: float) -> list[Effect]:
         """In hardsync a step is an update; otherwise it is as many gradients as there are learners."""
         if self.options.sync == "hard":
-            return self.pace.advance(1, collected.samples, now, self._state())
+            return self.pace.advance(1, collected.samples, now)
         gradients = len(collected.marks) * self.options.push_every
-        return self.pace.advance_gradients(gradients, len(self.seat.workers), collected.samples, now, self._state())
+        return self.pace.advance_gradients(gradients, len(self.seat.workers), collected.samples, now)
 
     def _rate_rule(self) -> str:
         if self.options.rate != "auto":
