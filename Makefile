@@ -10,7 +10,8 @@ demo: $(READY)
 	@$(BIN)/tether demo
 
 test: lint spin
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n auto -m 'not (alone or spark or slow)'
+	@$(BIN)/python -m pytest -m '(alone or spark) and not slow'
 
 test-spark: $(READY)
 	@$(BIN)/python -m pytest -m spark

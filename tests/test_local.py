@@ -26,7 +26,10 @@ from tether.runtimes.link import Outbox
 from tether.testing import Assassin, Blobs, descendants, largest_difference, train_quietly
 from tether.trace import Meter
 
-pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc"),
+]
 
 
 def mapped(pid: int, what: str) -> set[str]:

@@ -29,7 +29,10 @@ from tether.runtimes.memory import LOANS_MAX, SHARED_BYTES_MIN, Loan, Memory, Pe
 from tether.vector import raw_bytes
 from tether.wire import Codec
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="regions are files that only Linux has")
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="regions are files that only Linux has"),
+]
 
 #: the fewest values that are lent
 COUNT = SHARED_BYTES_MIN // 4

@@ -14,6 +14,8 @@ from torch import Tensor
 from tether.machine import Add, change
 from tether.runtimes.pool import Pool
 
+pytestmark = pytest.mark.alone
+
 THREADS = 8
 LENGTH = 1 << 18
 #: elements that an addition has read and not yet made visible, in registers and the store buffer, generously

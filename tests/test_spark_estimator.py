@@ -75,7 +75,7 @@ def test_a_pipeline_is_trained_saved_and_predicts_the_same_in_another_session(
         TetherEstimator(
             model=network,
             optimizer=quick,
-            protocol=tether.Averaging(tau=5),
+            protocol=tether.Averaging(tau=15),
             epochs=6,
             batchSize=10,
             validation=0.2,
