@@ -137,8 +137,8 @@ def _against_others(
         for name, speeds in found.items():
             over_one, over_best = _ratio(speeds, found[ONE]), _ratio(speeds, found[best])
             rows.append(_row(name, task, speeds) | {"over_one": over_one, "over_best_single": over_best})
-            if name == SERVER:  # as table 7 counts: for every mini-batch a gradient to the hub, and weights from it
-                rows[-1]["GB_per_second"] = 2 * megabytes / 1e3 * statistics.median(speeds) / batch_size
+            if name == SERVER:  # for table 7: a step of the hub reads gradient and weights, and writes weights
+                rows[-1]["GB_per_second"] = 3 * megabytes / 1e3 * statistics.median(speeds) / batch_size
             if over_one > 1:
                 faster[name].append(batch_size)
             if name in (INLINE, SERVER):
