@@ -40,6 +40,7 @@ class Twin:
         )
         self._runtime = runtime
         self._computing, self._copying = runtime.Stream(), runtime.Stream()
+        self._computing.wait_stream(runtime.current_stream())  # which makes the model
         self._copied = runtime.Event()
         self._came: dict[int, Tensor] = {}
         for parameter, start in zip(self._vector.parameters, self._vector.positions, strict=False):
@@ -66,7 +67,8 @@ class Twin:
 
     def give(self, host: Vector) -> None:
         """Let the host's parameters have the gradients of the last pass, and its vector what became of buffers."""
-        self._vector.gather_buffers()
+        with self.computing():
+            self._vector.gather_buffers()
         count = self._vector.parameter_count
         self._copying.wait_stream(self._computing)
         with self._runtime.stream(self._copying):
