@@ -456,11 +456,14 @@ def test_by_tcp_a_message_arrives_only_with_the_keys_of_the_run(tmp_path: Path) 
     context: zmq.Context[Any] = zmq.Context()
     keys = Keys.make()
     doorman = keys.guard(context)
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
     try:
-        inbox = Inbox(context, tmp_path, "peer", [Values], keys=keys, host="127.0.0.1")
-        memory = Memory(tmp_path, "owner")
-        outboxes = [Outbox(context, tmp_path, "stranger", keys=stranger) for stranger in (None, Keys.make())]
-        outboxes.append(Outbox(context, tmp_path, "owner", memory=memory, keys=keys))
+        inbox = Inbox(context, there, "peer", [Values], keys=keys, host="127.0.0.1")
+        memory = Memory(here, "owner")
+        outboxes = [Outbox(context, here, "stranger", keys=stranger) for stranger in (None, Keys.make())]
+        outboxes.append(Outbox(context, here, "owner", memory=memory, keys=keys))
         for number, outbox in enumerate(outboxes):
             outbox.addresses["peer"] = inbox.address
             outbox.send("peer", Values(number, (full(memory, 7.0),)))
@@ -468,6 +471,24 @@ def test_by_tcp_a_message_arrives_only_with_the_keys_of_the_run(tmp_path: Path) 
         assert sender == "owner" and isinstance(message, Values) and message.number == 2
         assert bool((message.tensors[0] == 7.0).all()) and not memory.is_lent(message.tensors[0])
         assert not inbox.socket.poll(300)
+    finally:
+        doorman.stop()
+        context.destroy(linger=0)
+
+
+def test_who_shares_the_directory_is_lent_memory_although_it_has_an_address(tmp_path: Path) -> None:
+    context: zmq.Context[Any] = zmq.Context()
+    keys = Keys.make()
+    doorman = keys.guard(context)
+    try:
+        inbox = Inbox(context, tmp_path, "peer", [Values], keys=keys, host="127.0.0.1")
+        memory = Memory(tmp_path, "owner")
+        outbox = Outbox(context, tmp_path, "owner", memory=memory, keys=keys)
+        outbox.addresses["peer"] = inbox.address
+        values = full(memory, 7.0)
+        outbox.send("peer", Values(0, (values,)))
+        _, message = inbox.receive()
+        assert isinstance(message, Values) and memory.is_lent(values)
     finally:
         doorman.stop()
         context.destroy(linger=0)

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tether.hosts import Host
+from tether.runtimes import jvm
+
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
-START_SECONDS = 60.0
 TRAIN = """
 import sys
 import tether
@@ -34,37 +33,9 @@ assert result.metrics["error"] < 0.06, result
 
 
 @pytest.fixture(scope="module")
-def master(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    from tether.runtimes import jvm
-
-    there = tmp_path_factory.mktemp("standalone")
-    command = [str(jvm._home() / "bin" / "spark-class")]
-    environment = {**os.environ, "SPARK_HOME": str(jvm._home()), "SPARK_LOCAL_IP": "127.0.0.1"}
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    url = f"spark://127.0.0.1:{port}"
-    roles = [["master.Master", "--port", str(port)]]
-    roles += [
-        ["worker.Worker", "--cores", "3", "--memory", "1500M", "--work-dir", str(there / str(i)), url] for i in range(3)
-    ]
-    with contextlib.ExitStack() as stack:
-        for role, *arguments in roles:
-            words = [f"org.apache.spark.deploy.{role}", "--host", "127.0.0.1", "--webui-port", "0", *arguments]
-            process = subprocess.Popen(command + words, env=environment, cwd=there)
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
-            if role == "master.Master":
-                wait_for(port)
+def master() -> Iterator[str]:
+    with jvm.standalone([Host()] * 4, cores=3, megabytes=1500) as url:
         yield url
-
-
-def wait_for(port: int) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-            return
-        time.sleep(0.1)
-    raise TimeoutError("the master has not come up")
 
 
 def test_the_command_line_trains_on_it(master: str, tmp_path: Path) -> None:

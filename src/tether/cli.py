@@ -233,7 +233,7 @@ def bench_(
         str,
         typer.Argument(
             metavar="NAME",
-            help="accuracy, allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, survival, table2 or "
+            help="accuracy, allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, table2 or "
             "utilization.",
         ),
     ],
@@ -245,11 +245,18 @@ def bench_(
         typer.Option(help="accuracy, mpca, scaling, table2: runs of each that count together; 3 unless given."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="scaling: where its picture goes; scaling.png here.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="overhead, spark, utilization: how many turns are made.")] = None,
+    master: Annotated[str | None, typer.Option(help="spark: a cluster to measure, instead of processes here.")] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="spark: on hosts with links of this speed, such as 1gbit, made of network namespaces."),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure something, as ratios."""
     measure = bench.named(name)
     given = {"task": task, "data": data, "workload": workload, "seeds": seeds, "picture": picture}
+    given |= {"rounds": rounds, "master": master, "link": link}
     options = {option: value for option, value in given.items() if value is not None}
     if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
         raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")

@@ -1,19 +1,28 @@
 """What exchanges on a Spark cluster cost, after section 5 of the MPCA SGD paper.
 
-The executors are processes of this machine. A worker's step is mostly waiting, as for a GPU, so that the few processors
-there are do the exchanges. In mpca a step takes longer the larger the model is, since each has a pull of the whole
-model that would take all processors; averaging's workers do nothing between two exchanges, so that its period is an
-exchange. Systems are measured in turns, and ratios taken within a turn.
+The executors are processes of this machine, unless a master is given. With a link they are on hosts of their own, and
+so is the driver: where all share the memory and the processors of one machine, an exchange takes processor time, which
+phases beside each other do not make less, and between hosts it takes the time of links, which can be busy both ways.
+
+A worker's step is mostly waiting, as for a GPU, so that the few processors there are do the exchanges. In mpca a step
+takes longer the larger the model is, since each has a pull of the whole model that would take all processors;
+averaging's workers do nothing between two exchanges, so that its period is an exchange. Systems are measured in turns,
+and ratios taken within a turn.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tether.cells import Report
+from tether.hosts import hosts
 from tether.machine import Row
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
@@ -30,11 +40,16 @@ from tether.protocols import Averaging, Mpca, Options
 from tether.run import run
 from tether.runtimes import jvm
 from tether.runtimes.spark import Spark
+from tether.spark import FrameTask
 from tether.swarm import Nobody
 from tether.task import Task
 
 WORKERS = 3
 MASTER = "local-cluster[3,3,2048]"
+#: of an executor of another master: an agent takes more than half of them, and two are for exchanges
+CORES, MEGABYTES = 5, 2048
+#: of the rows that are brought to workers
+ROWS_MB, FEATURES = 160, 100
 #: periods of an exchange that are measured, after so many that are not
 PERIODS, WARM_UP = 4, 2
 #: of a step, for each MB of the model
@@ -95,9 +110,17 @@ class Periods(Nobody):
         )
 
 
-def spark(megabytes: Iterable[float] = (7.0, 30.0, 100.0), rounds: int = 5, steps: int = 300) -> Report:
-    """A whole exchange by mpca and by averaging against Spark's bare primitives; what exchanges leave of training."""
-    session = jvm.session(MASTER)
+def spark(
+    megabytes: Iterable[float] = (7.0, 30.0, 100.0),
+    rounds: int = 5,
+    steps: int = 300,
+    master: str = MASTER,
+    link: str | None = None,
+) -> Report:
+    """What exchanges cost against Spark's bare primitives and leave of training; how long rows take to be brought."""
+    if link is not None:
+        return _between_hosts(link, rounds)
+    session = jvm.session(master, None if master == MASTER else {"spark.executor.cores": str(CORES)})
     on = Spark(session, WORKERS)
     rows: list[Row] = []
     ratios: dict[str, float] = {}
@@ -119,9 +142,31 @@ def spark(megabytes: Iterable[float] = (7.0, 30.0, 100.0), rounds: int = 5, step
             shares[name].append(_utilization(protocol, on, steps))
     rows += [{"what": f"computing, {name}", "MB": 20.0, "share": statistics.median(s)} for name, s in shares.items()]
     ratios["utilization of mpca over that without exchanges, 20 MB"] = _ratio(shares[MPCA], shares["alone"])
+    _rows(session, on)  # only warms up
+    places = {"memory": replace(on, memory_mb=2 * ROWS_MB), "disk": replace(on, memory_mb=1)}
+    turns = [{where: _rows(session, place) for where, place in places.items()} for _ in range(rounds)]
+    for where in places:
+        brought, trained = ([turn[where][part] for turn in turns] for part in (0, 1))
+        rows.append({"what": f"rows brought to {where}", "MB": ROWS_MB, "seconds": statistics.median(brought)})
+        rows.append({"what": f"an epoch on rows in {where}", "MB": ROWS_MB, "seconds": statistics.median(trained)})
+        ratios[f"bringing rows to {where} over an epoch on them"] = _ratio(brought, trained)
     columns = ("what", "MB", "seconds", "share")
     rows = [{column: row.get(column) for column in columns} for row in rows]  # type: ignore[misc]
     return {"bench": "spark", "rounds": rounds, "rows": rows, "ratios": ratios}
+
+
+def _between_hosts(link: str, rounds: int) -> Report:
+    """The same on a standalone cluster whose master, with the driver, and workers have hosts of their own."""
+    words = ["-m", "tether", "bench", "spark", "--rounds", str(rounds), "--json", "--master"]
+    with hosts(1 + WORKERS, link) as places, jvm.standalone(places, CORES, MEGABYTES) as master:
+        done = subprocess.run(
+            [*places[0].words, sys.executable, *words, master],
+            env={**os.environ, "SPARK_LOCAL_IP": places[0].address, "PYSPARK_PYTHON": sys.executable},
+            stdout=subprocess.PIPE,
+            check=True,
+        )
+    outcome: Report = json.loads(done.stdout)
+    return outcome
 
 
 def _bare(session: Any, megabytes: float) -> float:
@@ -169,6 +214,23 @@ def _utilization(protocol: Options, on: Spark, steps: int) -> float:
             progress=make_progress(quiet=True),
         )
     return float(result.figures["utilization"]["mean"])
+
+
+def _rows(session: Any, on: Spark) -> tuple[float, float]:
+    """Seconds until workers have been started and brought the rows of a frame, and of one epoch on them."""
+    from pyspark.sql import functions
+
+    names = [f"x{number}" for number in range(FEATURES)]
+    numbers = [functions.rand(seed).alias(name) for seed, name in enumerate(names)]
+    frame = session.range(round(ROWS_MB * 1e6 / 4 / FEATURES), numPartitions=2 * WORKERS).select(*numbers)
+    frame = frame.withColumn("label", (frame.x0 > frame.x1).cast("int"))
+    task = FrameTask(frame, features=names, model=partial(nn.Linear, FEATURES, 2), batch_size=64)
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        progress = make_progress(quiet=True)
+        result = run(task, Averaging(tau=100), on, epochs=1, run_dir=Path(directory) / "run", progress=progress)
+    seconds = float(result.figures["seconds"])
+    return time.monotonic() - begun - seconds, seconds
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> float:

@@ -11,11 +11,12 @@ then is asked again by the next job.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,7 @@ def _desk(directory: Path) -> str:
 
 def ask(directory: str, question: Message | list[Frame]) -> Message | None:
     """A question at a desk and the answer to it, if there is one."""
+    _have_less_collected()
     if not Path(directory, "desk").exists():
         return None
     frames = Codec([Message]).encode(question) if isinstance(question, Message) else question
@@ -209,6 +211,13 @@ def ask(directory: str, question: Message | list[Frame]) -> Message | None:
             return None
         opener = Opener([Up, Taken, Nothing], Path(directory))
         return opener.open([frame.buffer for frame in socket.recv_multipart(copy=False)])[1]
+
+
+@cache
+def _have_less_collected() -> None:
+    """Workers look for garbage after every task, for 0.2 s where torch is imported. What is imported is none."""
+    gc.collect()
+    gc.freeze()
 
 
 def fetched(tag: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:

@@ -18,17 +18,25 @@ What was found with pyspark 4.3.0 on local-cluster:
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib.util
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import UsageError, missing_extra
+from tether.hosts import Host
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
 CORES = 3
 #: how often the JVM of a driver holds what a reduction brings, on its way
 COPIES = 4
+#: where a standalone master listens that has a host to itself
+MASTER_PORT = 7077
 #: how long executors may take to register
 START_SECONDS = 120.0
 
@@ -86,19 +96,26 @@ def session(master: str | None = "local-cluster[3,3,1024]", settings: dict[str, 
     return builder.getOrCreate()
 
 
-def agent_profile(spark: SparkSession) -> ResourceProfile:
-    """The profile of agents: one on an executor, or one for each GPU if Spark hands those out."""
-    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+@dataclass(frozen=True)
+class Holding:
+    """What holds agents apart."""
 
-    requests = TaskResourceRequests()
-    if _amount(spark, "gpu"):
-        requests.resource("gpu", 1)
-    elif _amount(spark, "agent") == 1:
-        requests.resource("agent", 1)
-    else:
-        requests.cpus(_majority(spark))
-    profile: Any = ResourceProfileBuilder().require(requests).build
-    return profile  # type: ignore[no-any-return]
+    #: what each has one of, or nothing, if cores do it
+    resource: str
+    #: agents on an executor
+    agents: int
+    #: cores that each takes of it
+    cores: int
+
+
+def _holding(spark: SparkSession) -> Holding:
+    """One agent for each GPU if Spark hands those out, otherwise one on an executor."""
+    if gpus := _amount(spark, "gpu"):
+        return Holding("gpu", gpus, 1)
+    if _amount(spark, "agent") == 1:
+        return Holding("agent", 1, 1)
+    most = max((cores for _, cores in executors(spark).values()), default=CORES)
+    return Holding("", 1, most // 2 + 1)  # which no executor has twice
 
 
 def _amount(spark: SparkSession, resource: str) -> int:
@@ -106,9 +123,52 @@ def _amount(spark: SparkSession, resource: str) -> int:
     return int(spark.sparkContext.getConf().get(f"spark.executor.resource.{resource}.amount", "0") or 0)
 
 
-def _majority(spark: SparkSession) -> int:
-    """So many cores that no executor has them twice."""
-    return max(cores for _, cores in executors(spark).values()) // 2 + 1
+@contextmanager
+def standalone(places: Sequence[Host], cores: int, megabytes: int) -> Iterator[str]:
+    """The address of a standalone master on the first of these hosts, with a worker on each of the others, for a while.
+
+    Drivers and executors bring their own interpreters and modules.
+    """
+    home = _home()
+    first, *others = places
+    port = _free_port() if first == Host() else MASTER_PORT
+    url = f"spark://{first.address}:{port}"
+    with TemporaryDirectory(prefix="tether-standalone-") as directory, ExitStack() as at_the_end:
+
+        def start(host: Host, role: str, *words: str) -> None:
+            command = [*host.words, str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{role}"]
+            environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": host.address}
+            process = subprocess.Popen(
+                [*command, "--host", host.address, "--webui-port", "0", *words], env=environment, cwd=directory
+            )
+            at_the_end.callback(process.wait)
+            at_the_end.callback(process.terminate)
+
+        start(first, "master.Master", "--port", str(port))
+        for number, host in enumerate(others):
+            room = ("--cores", str(cores), "--memory", f"{megabytes}M", "--work-dir", str(Path(directory, str(number))))
+            start(host, "worker.Worker", *room, url)
+        yield url
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+def agent_profile(spark: SparkSession) -> ResourceProfile:
+    """What the task of an agent asks Spark for."""
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    holding = _holding(spark)
+    requests = TaskResourceRequests()
+    if holding.resource:
+        requests.resource(holding.resource, 1)
+    else:
+        requests.cpus(holding.cores)
+    profile: Any = ResourceProfileBuilder().require(requests).build
+    return profile  # type: ignore[no-any-return]
 
 
 def executors(spark: SparkSession) -> dict[str, tuple[str, int]]:
@@ -140,7 +200,7 @@ def check_session(spark: SparkSession, workers: int) -> None:
     ):
         if (conf.get(setting, "false") or "").lower() == "true":
             raise UsageError(f"{setting} is true: set it to false, since {why}")
-    each = max(1, _amount(spark, "gpu"))
+    each = _holding(spark).agents
     deadline = time.monotonic() + START_SECONDS
     while each * len(there := executors(spark)) < workers:
         if time.monotonic() > deadline:
@@ -149,8 +209,8 @@ def check_session(spark: SparkSession, workers: int) -> None:
                 f"use at most {each * len(there)} workers, or raise spark.executor.instances"
             )
         time.sleep(0.1)
-    held = each if _amount(spark, "gpu") or _amount(spark, "agent") == 1 else _majority(spark)
-    if few := sorted(name for name, (_, cores) in there.items() if cores <= held):
+    taken = each * _holding(spark).cores
+    if few := sorted(name for name, (_, cores) in there.items() if cores <= taken):
         raise UsageError(
             f"executor {few[0]} has {there[few[0]][1]} cores, too few for an agent and the exchanges beside it: "
             f"set spark.executor.cores to {each + 2}"
@@ -268,6 +328,7 @@ def main() -> None:
     import torch._dynamo  # noqa: F401 (the first optimizer would import it, in every agent)
     from pyspark.daemon import manager
 
+    gc.freeze()  # what is imported is no garbage, which workers look for after every task
     manager()
 
 

@@ -153,10 +153,12 @@ class Outbox:
         self._name = name
         self._memory = memory
         self._keys = keys
-        #: where those receive who do not share the directory
+        #: where those receive who may not share the directory
         self.addresses: dict[str, str] = {}
         self._codec = Codec([Message])
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
+        #: who is reached through the directory
+        self._near: set[str] = set()
 
     def send(self, to: str, message: Message) -> None:
         if to not in self._sockets:
@@ -165,7 +167,11 @@ class Outbox:
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
             if self._keys is not None:
                 self._keys.lock(socket, server=False)
-            socket.connect(self.addresses.get(to) or address(self._directory, to))
+            if to in self.addresses and not Path(self._directory, to).exists():
+                socket.connect(self.addresses[to])
+            else:
+                socket.connect(address(self._directory, to))
+                self._near.add(to)
             self._sockets[to] = socket
         frames = enveloped(self._codec, self._name, message, partial(self._lend, to))
         self._sockets[to].send_multipart(frames, copy=False)
@@ -174,12 +180,13 @@ class Outbox:
         """Drop what is still on its way to a dead peer, and take back what it was lent."""
         if to in self._sockets:
             self._sockets.pop(to).close(linger=0)
+        self._near.discard(to)
         self.addresses.pop(to, None)
         if self._memory is not None:
             self._memory.forget(to)
 
     def _lend(self, to: str, frame: Frame) -> Loan | None:
-        return None if self._memory is None or to in self.addresses else self._memory.lend(to, frame)
+        return self._memory.lend(to, frame) if self._memory is not None and to in self._near else None
 
 
 def address(directory: Path, name: str) -> str:
