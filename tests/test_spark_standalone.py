@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.hosts import Host
-from tether.runtimes import jvm
+from tether.hosts import Host, standalone
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -34,7 +33,7 @@ assert result.metrics["error"] < 0.06, result
 
 @pytest.fixture(scope="module")
 def master() -> Iterator[str]:
-    with jvm.standalone([Host()] * 4, cores=3, megabytes=1500) as url:
+    with standalone([Host()] * 4, cores=3, megabytes=1500) as url:
         yield url
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tether.cells import Report
-from tether.hosts import hosts
+from tether.hosts import hosts, standalone
 from tether.machine import Row
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
@@ -40,7 +40,6 @@ from tether.protocols import Averaging, Mpca, Options
 from tether.run import run
 from tether.runtimes import jvm
 from tether.runtimes.spark import Spark
-from tether.spark import FrameTask
 from tether.swarm import Nobody
 from tether.task import Task
 
@@ -158,7 +157,7 @@ def spark(
 def _between_hosts(link: str, rounds: int) -> Report:
     """The same on a standalone cluster whose master, with the driver, and workers have hosts of their own."""
     words = ["-m", "tether", "bench", "spark", "--rounds", str(rounds), "--json", "--master"]
-    with hosts(1 + WORKERS, link) as places, jvm.standalone(places, CORES, MEGABYTES) as master:
+    with hosts(1 + WORKERS, link) as places, standalone(places, CORES, MEGABYTES) as master:
         done = subprocess.run(
             [*places[0].words, sys.executable, *words, master],
             env={**os.environ, "SPARK_LOCAL_IP": places[0].address, "PYSPARK_PYTHON": sys.executable},
@@ -218,12 +217,12 @@ def _utilization(protocol: Options, on: Spark, steps: int) -> float:
 
 def _rows(session: Any, on: Spark) -> tuple[float, float]:
     """Seconds until workers have been started and brought the rows of a frame, and of one epoch on them."""
-    from pyspark.sql import functions
+    from tether.spark import FrameTask
 
     names = [f"x{number}" for number in range(FEATURES)]
-    numbers = [functions.rand(seed).alias(name) for seed, name in enumerate(names)]
-    frame = session.range(round(ROWS_MB * 1e6 / 4 / FEATURES), numPartitions=2 * WORKERS).select(*numbers)
-    frame = frame.withColumn("label", (frame.x0 > frame.x1).cast("int"))
+    numbers = [f"rand({seed}) AS {name}" for seed, name in enumerate(names)]
+    frame = session.range(round(ROWS_MB * 1e6 / 4 / FEATURES)).selectExpr(*numbers)
+    frame = frame.selectExpr("*", "int(x0 > x1) AS label")
     task = FrameTask(frame, features=names, model=partial(nn.Linear, FEATURES, 2), batch_size=64)
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:

@@ -1,24 +1,31 @@
-"""Hosts on this machine: network namespaces, each with its own address and one link to a switch, as fast as asked for.
+"""Hosts on this machine, and a Spark cluster on them.
 
-What runs on one can reach the others and nothing else. Root's rights and iproute2 are needed.
+A host is a network namespace with its own address and one link to a switch, as fast as asked for. What runs on one can
+reach the others and nothing else.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tether.errors import UsageError
+from tether.runtimes import jvm
 from tether.units import bytes_per_second
 
 #: a link may send so much at once, of what it was idle for
 BURST_BYTES = 256 * 1024
 #: what a link may keep waiting, in seconds of its speed
 QUEUE_SECONDS = 0.1
+#: where a standalone master listens that has a host to itself
+MASTER_PORT = 7077
 
 
 @dataclass(frozen=True)
@@ -36,6 +43,7 @@ def hosts(count: int, link: str) -> Iterator[list[Host]]:
     if os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("tc") is None:
         raise UsageError("hosts are made by ip and tc, as root: apt-get install iproute2")
     rate = round(bytes_per_second(link, "a link") * 8)
+    shaped = f"rate {rate}bit burst {BURST_BYTES} latency {QUEUE_SECONDS}s"
     switch, *names = (f"tether-{os.getpid()}-{which}" for which in ("switch", *range(count)))
     with ExitStack() as at_the_end:
         for name in (switch, *names):
@@ -45,12 +53,46 @@ def hosts(count: int, link: str) -> Iterator[list[Host]]:
         for number, name in enumerate(names, 1):
             _ip(f"link add eth0 netns {name} type veth peer name port{number} netns {switch}")
             _ip(f"-n {name} address add 10.0.0.{number}/24 dev eth0")
-            for place, end, more in ((name, "lo", ""), (name, "eth0", ""), (switch, f"port{number}", "master switch")):
-                _ip(f"-n {place} link set {end} up {more}")
-                if end != "lo":
-                    shaped = f"rate {rate}bit burst {BURST_BYTES} latency {QUEUE_SECONDS}s"
-                    _run(f"tc -n {place} qdisc add dev {end} root tbf {shaped}")
+            _ip(f"-n {name} link set lo up")
+            _ip(f"-n {name} link set eth0 up")
+            _ip(f"-n {switch} link set port{number} up master switch")
+            for place, end in ((name, "eth0"), (switch, f"port{number}")):
+                _run(f"tc -n {place} qdisc add dev {end} root tbf {shaped}")
         yield [Host(f"10.0.0.{number}", ("ip", "netns", "exec", name)) for number, name in enumerate(names, 1)]
+
+
+@contextmanager
+def standalone(places: Sequence[Host], cores: int, megabytes: int) -> Iterator[str]:
+    """The address of a standalone master on the first of these hosts, with a worker on each of the others, for a while.
+
+    Drivers and executors bring their own interpreters and modules.
+    """
+    home = jvm.home()
+    first, *others = places
+    port = _free_port() if first == Host() else MASTER_PORT
+    url = f"spark://{first.address}:{port}"
+    with TemporaryDirectory(prefix="tether-standalone-") as directory, ExitStack() as at_the_end:
+
+        def start(host: Host, role: str, *words: str) -> None:
+            command = [*host.words, str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{role}"]
+            environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": host.address}
+            process = subprocess.Popen(
+                [*command, "--host", host.address, "--webui-port", "0", *words], env=environment, cwd=directory
+            )
+            at_the_end.callback(process.wait)
+            at_the_end.callback(process.terminate)
+
+        start(first, "master.Master", "--port", str(port))
+        for number, host in enumerate(others):
+            room = ("--cores", str(cores), "--memory", f"{megabytes}M", "--work-dir", str(Path(directory, str(number))))
+            start(host, "worker.Worker", *room, url)
+        yield url
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 def _ip(words: str) -> None:

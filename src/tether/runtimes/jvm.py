@@ -22,21 +22,15 @@ import gc
 import importlib.util
 import os
 import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import UsageError, missing_extra
-from tether.hosts import Host
 
 if TYPE_CHECKING:
     from pyspark.resource import ResourceProfile
@@ -46,8 +40,6 @@ if TYPE_CHECKING:
 CORES = 3
 #: how often the JVM of a driver holds what a reduction brings, on its way
 COPIES = 4
-#: where a standalone master listens that has a host to itself
-MASTER_PORT = 7077
 #: how long executors may take to register
 START_SECONDS = 120.0
 
@@ -121,40 +113,6 @@ def _holding(spark: SparkSession) -> Holding:
 def _amount(spark: SparkSession, resource: str) -> int:
     """How much of a resource an executor has."""
     return int(spark.sparkContext.getConf().get(f"spark.executor.resource.{resource}.amount", "0") or 0)
-
-
-@contextmanager
-def standalone(places: Sequence[Host], cores: int, megabytes: int) -> Iterator[str]:
-    """The address of a standalone master on the first of these hosts, with a worker on each of the others, for a while.
-
-    Drivers and executors bring their own interpreters and modules.
-    """
-    home = _home()
-    first, *others = places
-    port = _free_port() if first == Host() else MASTER_PORT
-    url = f"spark://{first.address}:{port}"
-    with TemporaryDirectory(prefix="tether-standalone-") as directory, ExitStack() as at_the_end:
-
-        def start(host: Host, role: str, *words: str) -> None:
-            command = [*host.words, str(home / "bin" / "spark-class"), f"org.apache.spark.deploy.{role}"]
-            environment = {**os.environ, "SPARK_HOME": str(home), "SPARK_LOCAL_IP": host.address}
-            process = subprocess.Popen(
-                [*command, "--host", host.address, "--webui-port", "0", *words], env=environment, cwd=directory
-            )
-            at_the_end.callback(process.wait)
-            at_the_end.callback(process.terminate)
-
-        start(first, "master.Master", "--port", str(port))
-        for number, host in enumerate(others):
-            room = ("--cores", str(cores), "--memory", f"{megabytes}M", "--work-dir", str(Path(directory, str(number))))
-            start(host, "worker.Worker", *room, url)
-        yield url
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def agent_profile(spark: SparkSession) -> ResourceProfile:
@@ -259,11 +217,11 @@ def _settings(master: str) -> dict[str, str]:
     }
     if not master.startswith("local-cluster"):
         return {**common, "spark.executor.cores": str(CORES)}
-    home = _home()
-    os.environ.setdefault("SPARK_HOME", str(home))
+    there = home()
+    os.environ.setdefault("SPARK_HOME", str(there))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    script = str(home / "agent.sh")
+    script = str(there / "agent.sh")
     hasty = "-XX:TieredStopAtLevel=1"  # the JVMs share this machine's cores: up in 16 s instead of 27 s on two of them
     return {
         **common,
@@ -279,7 +237,7 @@ def _settings(master: str) -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def _home() -> Path:
+def home() -> Path:
     """A Spark of links, where it may write, until the process ends; sets JAVA_HOME where there is no Java."""
     import pyspark
 

@@ -17,7 +17,7 @@ import threading
 import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -424,6 +424,7 @@ class Jobs:
         self._note = note
         self._group = f"tether exchange {uuid.uuid4().hex[:8]}"
         self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="exchange")
+        self._pending: list[Future[None]] = []
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._placed: tuple[frozenset[str], RDD[tuple[str, str]]] | None = None
@@ -439,7 +440,7 @@ class Jobs:
                 self._results.put(partial(_raise, error))
             self._agents.wake()
 
-        self._pool.submit(done)
+        self._pending = [*(other for other in self._pending if not other.done()), self._pool.submit(done)]
 
     def settle(self) -> None:
         """In the driver's thread: take in what has been done."""
@@ -448,7 +449,8 @@ class Jobs:
 
     def close(self) -> None:
         self._over = True
-        self._context.cancelJobGroup(self._group)
+        if not all(work.done() for work in self._pending):
+            self._context.cancelJobGroup(self._group)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def broadcast(self, frames: list[pickle.PickleBuffer], members: Callable[[], set[str]]) -> None:
