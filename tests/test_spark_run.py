@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +45,25 @@ pytestmark = pytest.mark.spark
 START_SECONDS = 120.0
 
 
+@pytest.fixture(autouse=True)
+def collected() -> Iterator[None]:
+    """What the tasks of exchanges have done to the collector of garbage, where they have run in this process."""
+    yield
+    gc.unfreeze()
+
+
 def executors(spark: Any) -> list[int]:
     """The processes of this session's executors."""
-    application = spark.sparkContext.applicationId.encode()
+    return processes(spark.sparkContext.applicationId.encode(), b"--executor-id")
+
+
+def processes(*words: bytes) -> list[int]:
+    """Those that have all these words in their command."""
     found = []
     for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if application in words and b"--executor-id" in words:
-            found.append(int(entry.name))
+        with suppress(OSError):
+            if entry.name.isdigit() and set(words) <= set((entry / "cmdline").read_bytes().split(b"\0")):
+                found.append(int(entry.name))
     return sorted(found)
 
 
@@ -97,6 +107,7 @@ def test_digits_are_learned_on_three_executors(spark: Any, protocol: Options, tm
 @pytest.mark.parametrize("protocol", [Averaging(tau=10), Server(), Server(sync="async"), Grid()], ids=str)
 def test_digits_are_learned_with_every_other_protocol(spark: Any, protocol: Options, tmp_path: Path) -> None:
     assert train(spark, protocol, tmp_path, epochs=10).metrics["error"] < 0.08
+    assert not processes(b"tether.runtimes.launch"), "whoever was started beside the driver has ended"
 
 
 def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(spark: Any, tmp_path: Path) -> None:

@@ -113,6 +113,17 @@ def test_more_workers_than_executors_are_refused(spark: Any, monkeypatch: pytest
         jvm.check_session(spark, 4)
 
 
+@pytest.mark.slow
+def test_executors_with_too_few_cores_are_refused() -> None:
+    words = ["train", "digits", "--on", "spark", "--workers", "2", "--master", "local-cluster[2,1,1024]"]
+    done = subprocess.run(
+        [sys.executable, "-m", "tether", *words], capture_output=True, text=True, timeout=180, check=False
+    )
+    told = " ".join(done.stderr.split())
+    assert done.returncode and "has 1 cores, too few for an agent and the exchanges beside it" in told
+    assert "set spark.executor.cores to 3" in told
+
+
 def test_a_driver_that_cannot_hold_a_reduction_is_refused(spark: Any) -> None:
     jvm.check_room(spark, 100_000_000, 3)
     with pytest.raises(UsageError, match=r"brings 6,000 MB to the driver.* set spark.driver.memory to 25g"):

@@ -32,7 +32,7 @@ from tether.runtimes import exchange, jvm
 from tether.runtimes.agent import NONCE_BYTES, Feeding, Fenced, Here, Meeting, Welcome, be_agent, framed
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Collectives, Down, Up
-from tether.runtimes.driver import Came, Died, Driver, check_processes
+from tether.runtimes.driver import Came, Crew, Died, Driver, check_processes
 from tether.runtimes.exchange import Offered, Offers, Opened
 from tether.runtimes.feed import NONE
 from tether.runtimes.local import Children
@@ -119,7 +119,7 @@ class SparkDriver(Driver):
             raise UsageError(f"Spark moves the bytes of this protocol itself: compress={plan.compress!r} is not for it")
         self._types = message_types(plan.messages, compressed=False) if self._by_jobs else []
         super().__init__(plan, observer, settings.hung_seconds, host=host, types=(Opened, Offered, *self._types))
-        birth = Birth(
+        self._birth = Birth(
             plan,
             self.directory,
             settings.threads,
@@ -127,10 +127,9 @@ class SparkDriver(Driver):
             host=host,
             collectives=Offers if self._by_jobs else Collectives,
         )
-        self._children = Children(birth)
         source = plan.source
         feeding = Feeding(source.fields, settings.memory_mb) if source is not None else None
-        self._agents = Agents(settings.session, birth, self.address, feeding, self._feed)
+        self._agents = Agents(settings.session, self._birth, self.address, feeding, self._feed)
         self._jobs = Jobs(settings.session, self._agents, observer.note)
         self._codec = Codec([Message])
         #: reductions: who takes part, and who has offered so far
@@ -139,8 +138,10 @@ class SparkDriver(Driver):
 
     def execute(self) -> Outcome:
         nodes = self._plan.nodes
-        beside = [node for node in nodes if not node.computes]
-        return self.run([(self._children, beside), (self._agents, [node for node in nodes if node.computes])])
+        crews: list[tuple[Crew, list[Node]]] = [(self._agents, [node for node in nodes if node.computes])]
+        if beside := [node for node in nodes if not node.computes]:
+            crews.append((Children(self._birth), beside))
+        return self.run(crews)
 
     def close(self) -> None:
         self._jobs.close()
