@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tether.cells import Report
+from tether.errors import RunError, UsageError
 from tether.hosts import hosts, standalone
 from tether.machine import Row
 from tether.plan import Request, RunPlan
@@ -113,13 +114,15 @@ def spark(
     megabytes: Iterable[float] = (7.0, 30.0, 100.0),
     rounds: int = 5,
     steps: int = 300,
-    master: str = MASTER,
+    master: str | None = None,
     link: str | None = None,
 ) -> Report:
     """What exchanges cost against Spark's bare primitives and leave of training; how long rows take to be brought."""
+    if master is not None and link is not None:
+        raise UsageError("a cluster has the links that it has: give --master or --link, not both")
     if link is not None:
         return _between_hosts(link, rounds)
-    session = jvm.session(master, None if master == MASTER else {"spark.executor.cores": str(CORES)})
+    session = jvm.session(master or MASTER, {"spark.executor.cores": str(CORES)} if master else None)
     on = Spark(session, WORKERS)
     rows: list[Row] = []
     ratios: dict[str, float] = {}
@@ -162,8 +165,10 @@ def _between_hosts(link: str, rounds: int) -> Report:
             [*places[0].words, sys.executable, *words, master],
             env={**os.environ, "SPARK_LOCAL_IP": places[0].address, "PYSPARK_PYTHON": sys.executable},
             stdout=subprocess.PIPE,
-            check=True,
+            check=False,
         )
+    if done.returncode:
+        raise RunError("the benchmark has failed on the hosts, as it says above")
     outcome: Report = json.loads(done.stdout)
     return outcome
 

@@ -89,7 +89,7 @@ def session(master: str | None = "local-cluster[3,3,1024]", settings: dict[str, 
 
 
 @dataclass(frozen=True)
-class Holding:
+class _Holding:
     """What holds agents apart."""
 
     #: what each has one of, or nothing, if cores do it
@@ -100,14 +100,14 @@ class Holding:
     cores: int
 
 
-def _holding(spark: SparkSession) -> Holding:
+def _holding(spark: SparkSession) -> _Holding:
     """One agent for each GPU if Spark hands those out, otherwise one on an executor."""
     if gpus := _amount(spark, "gpu"):
-        return Holding("gpu", gpus, 1)
+        return _Holding("gpu", gpus, 1)
     if _amount(spark, "agent") == 1:
-        return Holding("agent", 1, 1)
+        return _Holding("agent", 1, 1)
     most = max((cores for _, cores in executors(spark).values()), default=CORES)
-    return Holding("", 1, most // 2 + 1)  # which no executor has twice
+    return _Holding("", 1, most // 2 + 1)  # which no executor has twice
 
 
 def _amount(spark: SparkSession, resource: str) -> int:
