@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -452,14 +453,24 @@ def maps(title: str) -> int:
     return sum(f"/memfd:{title} " in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
-def test_by_tcp_a_message_arrives_only_with_the_keys_of_the_run(tmp_path: Path) -> None:
+@contextmanager
+def guarded() -> Iterator[tuple[zmq.Context[Any], Keys]]:
+    """A context in which only who holds the keys can connect."""
     context: zmq.Context[Any] = zmq.Context()
     keys = Keys.make()
     doorman = keys.guard(context)
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
     try:
+        yield context, keys
+    finally:
+        doorman.stop()
+        context.destroy(linger=0)
+
+
+def test_by_tcp_a_message_arrives_only_with_the_keys_of_the_run(tmp_path: Path) -> None:
+    with guarded() as (context, keys):
+        here, there = tmp_path / "here", tmp_path / "there"
+        here.mkdir()
+        there.mkdir()
         inbox = Inbox(context, there, "peer", [Values], keys=keys, host="127.0.0.1")
         memory = Memory(here, "owner")
         outboxes = [Outbox(context, here, "stranger", keys=stranger) for stranger in (None, Keys.make())]
@@ -471,16 +482,10 @@ def test_by_tcp_a_message_arrives_only_with_the_keys_of_the_run(tmp_path: Path) 
         assert sender == "owner" and isinstance(message, Values) and message.number == 2
         assert bool((message.tensors[0] == 7.0).all()) and not memory.is_lent(message.tensors[0])
         assert not inbox.socket.poll(300)
-    finally:
-        doorman.stop()
-        context.destroy(linger=0)
 
 
 def test_who_shares_the_directory_is_lent_memory_although_it_has_an_address(tmp_path: Path) -> None:
-    context: zmq.Context[Any] = zmq.Context()
-    keys = Keys.make()
-    doorman = keys.guard(context)
-    try:
+    with guarded() as (context, keys):
         inbox = Inbox(context, tmp_path, "peer", [Values], keys=keys, host="127.0.0.1")
         memory = Memory(tmp_path, "owner")
         outbox = Outbox(context, tmp_path, "owner", memory=memory, keys=keys)
@@ -489,6 +494,3 @@ def test_who_shares_the_directory_is_lent_memory_although_it_has_an_address(tmp_
         outbox.send("peer", Values(0, (values,)))
         _, message = inbox.receive()
         assert isinstance(message, Values) and memory.is_lent(values)
-    finally:
-        doorman.stop()
-        context.destroy(linger=0)
