@@ -110,12 +110,20 @@ def test_digits_are_learned_with_every_other_protocol(spark: Any, protocol: Opti
     assert not processes(b"tether.runtimes.launch"), "whoever was started beside the driver has ended"
 
 
-def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(spark: Any, tmp_path: Path) -> None:
+def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crews: list[Agents] = []
+    start = Agents.start
+    monkeypatch.setattr(Agents, "start", lambda crew, nodes: crews.append(crew) or start(crew, nodes))
+
     class Patient(Trouble):
         """Is content when a successor has worked for a while."""
 
         def meter(self, meter: Meter, time_: float) -> None:
             super().meter(meter, time_)
+            executors = [agent.here.executor for agent in crews[0].living.values()]
+            assert len(set(executors)) == len(executors), "no executor ever holds two"
             if "~" in meter.node and meter.steps >= 20:
                 (tmp_path / "content").touch()
 
@@ -219,11 +227,11 @@ def test_what_spark_cannot_do_is_refused(spark: Any, tmp_path: Path) -> None:
 class Caller:
     """Somebody who connects to the driver as an agent does."""
 
-    def __init__(self, agents: Agents, index: int, secret: bytes | None = None) -> None:
+    def __init__(self, agents: Agents, index: int, secret: bytes | None = None, executor: str = "one") -> None:
         self.socket = socket.create_connection((agents.meeting.host, agents.meeting.port))
         agents.news()
         nonce = self.socket.recv(NONCE_BYTES)
-        text = msgspec.msgpack.encode(Here(index, "/nowhere", "127.0.0.1", 0))
+        text = msgspec.msgpack.encode(Here(index, "/nowhere", "127.0.0.1", 0, executor, 0, 0))
         meeting = agents.meeting if secret is None else type(agents.meeting)("", 0, secret)
         self.socket.sendall(framed(meeting.sign(nonce, text) + text))
         self.news = agents.news()
@@ -237,7 +245,7 @@ class Caller:
 def agents(spark: Any, tmp_path: Path) -> Iterator[Agents]:
     plan = RunPlan.make(load("digits"), Averaging(), Spark(spark, 1), Request(steps=1), None)
     made = Agents(spark, Birth(plan, tmp_path, 1, host="127.0.0.1"), "", None, lambda only: None)
-    made._places = {0: Node("worker-0", "worker", True, 0)}
+    made._places = {index: Node(f"worker-{index}", "worker", True, index) for index in range(2)}
     yield made
     made.close(0.1)
 
@@ -256,6 +264,16 @@ def test_a_place_is_given_once_and_again_under_another_name(agents: Agents) -> N
     agents.end("worker-0~2")
     assert [type(news) for news in agents.news()] == [Died] and second.socket.recv(1) == b""
     for caller in (orphan, second):
+        caller.socket.close()
+
+
+def test_an_executor_is_given_one_agent_at_a_time(agents: Agents) -> None:
+    first = Caller(agents, 0)
+    misplaced = Caller(agents, 1)
+    assert first.answer() and misplaced.answer() == Fenced("its executor has an agent already")
+    elsewhere = Caller(agents, 1, executor="another")
+    assert elsewhere.answer() == Welcome(Node("worker-1", "worker", True, 1))
+    for caller in (first, misplaced, elsewhere):
         caller.socket.close()
 
 

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,52 +17,6 @@ from tether.runtimes import jvm
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = pytest.mark.spark
-
-
-def agent(address: tuple[str, int], index: int) -> Iterator[int]:
-    """Says who and where it is, and stays until the driver hangs up."""
-    executor = Path(f"/proc/{os.getppid()}/stat").read_text().split()[3]
-    with socket.create_connection(address) as driver:
-        driver.sendall(json.dumps([index, int(executor)]).encode() + b"\n")
-        driver.recv(1)
-    yield index
-
-
-def test_every_executor_holds_one_agent_also_after_one_was_killed(spark: Any) -> None:
-    context = spark.sparkContext
-    jvm.check_session(spark, 3)
-    before = set(jvm.executors(spark))
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        places = context.parallelize(range(3), 3).withResources(jvm.agent_profile(spark))
-        job = places.mapPartitionsWithIndex(lambda index, _: agent(address, index))
-        found: list[int] = []
-        thread = threading.Thread(target=lambda: found.extend(job.collect()))
-        thread.start()
-        agents = [greet(server) for _ in range(3)]
-        assert {index for _, index, _ in agents} == {0, 1, 2}
-        assert len({executor for _, _, executor in agents}) == 3
-        assert context.parallelize(range(12), 6).sum() == 66, "other jobs run beside the agents"
-
-        connection, lost, executor = agents.pop()
-        with connection:
-            os.kill(executor, signal.SIGKILL)
-            connection.recv(1)
-        agents.append(greet(server))
-        assert agents[-1][1] == lost
-        assert len({executor for _, _, executor in agents}) == 3
-        assert len(set(jvm.executors(spark)) - before) == 1
-        for connection, _, _ in agents:
-            connection.close()
-        thread.join()
-    assert found == [0, 1, 2], "the others never stopped"
-
-
-def greet(server: socket.socket) -> tuple[socket.socket, int, int]:
-    connection, _ = server.accept()
-    with connection.makefile("rb") as lines:
-        index, executor = json.loads(lines.readline())
-    return connection, index, executor
 
 
 def test_executors_have_the_interpreter_and_the_modules_of_the_driver(spark: Any) -> None:
@@ -120,8 +70,18 @@ def test_executors_with_too_few_cores_are_refused() -> None:
         [sys.executable, "-m", "tether", *words], capture_output=True, text=True, timeout=180, check=False
     )
     told = " ".join(done.stderr.split())
-    assert done.returncode and "has 1 cores, too few for an agent and the exchanges beside it" in told
+    assert done.returncode and "has 1 core, too few for 1 agent and the exchanges beside" in told
     assert "set spark.executor.cores to 3" in told
+
+
+def test_executors_with_cores_for_one_exchange_at_a_time_are_told_what_to_set(
+    spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert jvm.check_session(spark, 3) == "", "an agent takes one core of three"
+    there = {name: executor._replace(cores=2) for name, executor in jvm.executors(spark).items()}
+    monkeypatch.setattr(jvm, "executors", lambda _: there)
+    told = jvm.check_session(spark, 3)
+    assert "has 2 cores" in told and "set spark.executor.cores to 3" in told
 
 
 def test_a_driver_that_cannot_hold_a_reduction_is_refused(spark: Any) -> None:
@@ -147,7 +107,8 @@ def place(_):
     time.sleep(5)  # while the others are there
     return os.getppid(), agent._gpu()
 
-places = spark.sparkContext.parallelize(range(4), 4).withResources(jvm.agent_profile(spark))
+there = [executor.place for executor in jvm.executors(spark).values()]
+places = jvm.agent_places(spark, enumerate(2 * there))
 print(json.dumps(places.map(place).collect()))
 """
 

@@ -1,9 +1,9 @@
 """A node as a task of a long Spark job.
 
-Spark starts one agent on each executor, and another when an executor has died. An agent has a connection to the driver
-for as long as it lives, its lifeline: there it is told which node it is, and whichever of the two finds it closed knows
-that the other is gone, long before Spark's heartbeats tell. An orphan, whose driver has given it up, ends there as
-well: whoever takes its place has another name, so nothing of it is mistaken for the other's.
+Each agent has a job of its own: Spark runs it on one executor, and on another when that has died. An agent has a
+connection to the driver for as long as it lives, its lifeline: there it is told which node it is, and whichever of the
+two finds it closed knows that the other is gone, long before Spark's heartbeats tell. An orphan, whose driver has given
+it up, ends there as well: whoever takes its place has another name, so nothing of it is mistaken for the other's.
 
 What an agent is given to build comes with Spark's task, as the code of any task does. Nothing else that crosses the
 network is unpickled.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 import shutil
 import socket
 import tempfile
@@ -63,6 +64,11 @@ class Here(msgspec.Struct, frozen=True, array_like=True):
     #: where it can be fed
     host: str
     port: int
+    #: the directories that its executor keeps blocks in, which no other executor has
+    executor: str
+    #: its task and the stage of that, as Spark numbers them
+    stage: int
+    task: int
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -89,7 +95,7 @@ class Feeding:
 
 
 def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None) -> str:
-    """Be the node that the driver says, until the run is over; the name it had."""
+    """Be the node that the driver says, until the run is over; the name it had, or "" if the driver had none for it."""
     with ExitStack() as at_the_end:
         directory = Path(tempfile.mkdtemp(prefix="tether-"))
         at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
@@ -98,7 +104,7 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         host = lifeline.getsockname()[0]
         birth = replace(birth, directory=directory, host=host, device=_gpu())
         meal = at_the_end.enter_context(_Meal(feeding, meeting.secret, host)) if feeding else None
-        here = Here(index, str(directory), host, meal.intake.port if meal else 0)
+        here = Here(index, str(directory), host, meal.intake.port if meal else 0, *_task())
         answer = _greet(lifeline, meeting, here)
         if isinstance(answer, Fenced):
             return ""
@@ -117,6 +123,15 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         if given_up.is_set():
             raise RunError(f"{node.name} was given up by its driver")  # so that Spark starts another
         return node.name
+
+
+def _task() -> tuple[str, int, int]:
+    """The block directories of this executor, and the numbers of stage and task."""
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    return os.environ["SPARK_LOCAL_DIRS"], context.stageId(), context.taskAttemptId()
 
 
 def _gpu() -> int | None:

@@ -2,13 +2,14 @@
 
 What was found with pyspark 4.3.0 on local-cluster:
 
-- One agent per executor is held by the task-only profile of `agent_profile`. N tasks then land on N executors, and
-  after a kill -9 the task of the dead one waits for its replacement while the others go on. Tasks without the profile
-  are placed as ever. If executors have a resource `agent`, one each, told by a discovery script, the profile asks for
-  that. In local-cluster and standalone clusters it is the worker that hands resources out, so the amount and the script
-  are needed twice: as `spark.worker.resource...`, which a standalone worker reads from its own configuration, and as
-  `spark.executor.resource...`. On any other cluster the profile asks for more than half of an executor's cores.
+- Resources do not hold agents apart on a cluster that was not set up for that. A resource of one's own must be known to
+  every standalone worker before it starts, and a task that asks for more than half of an executor's cores takes them
+  from the exchanges. So an agent takes one core, and a job of its own that prefers one executor; see `spark.Agents`.
 - An agent computes on one core of its executor; reducing and fetching a broadcast beside each other take two more.
+- A task that prefers an executor is sent elsewhere after `spark.locality.wait`, or at once if the executor is dead.
+- In local-cluster and standalone clusters it is the worker that hands out GPUs, so the amount and the script that finds
+  them are needed twice: as `spark.worker.resource...`, which a standalone worker reads from its own configuration, and
+  as `spark.executor.resource...`.
 - local-cluster writes below SPARK_HOME, which is the installed package, unless SPARK_HOME is elsewhere.
 - Every Python worker of an executor imports what its tasks need, torch included; forks of a daemon that has imported it
   need not, so this module is also such a daemon.
@@ -21,19 +22,20 @@ import atexit
 import gc
 import importlib.util
 import os
+import pickle
 import shutil
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tether.errors import UsageError, missing_extra
 
 if TYPE_CHECKING:
-    from pyspark.resource import ResourceProfile
+    from pyspark import RDD
     from pyspark.sql import SparkSession
 
 #: of an executor: an agent, a reduction and a broadcast
@@ -50,10 +52,6 @@ for argument do
     [ "$argument" = --add-modules=jdk.incubator.vector ] || set -- "$@" "$argument"
 done
 exec '{java}' "$@"
-"""
-_DISCOVERY = """\
-#!/bin/sh
-echo '{"name": "agent", "addresses": ["0"]}'
 """
 #: lost executors are told of by the run, errors of tasks by exceptions: Spark's accounts are in the way of the display
 _LOGGING = """\
@@ -88,61 +86,71 @@ def session(master: str | None = "local-cluster[3,3,1024]", settings: dict[str, 
     return builder.getOrCreate()
 
 
-@dataclass(frozen=True)
-class _Holding:
-    """What holds agents apart."""
-
-    #: what each has one of, or nothing, if cores do it
-    resource: str
-    #: agents on an executor
-    agents: int
-    #: cores that each takes of it
-    cores: int
+def agents_each(spark: SparkSession) -> int:
+    """How many agents an executor holds: one for each GPU if Spark hands those out, otherwise one."""
+    return _gpus(spark) or 1
 
 
-def _holding(spark: SparkSession) -> _Holding:
-    """One agent for each GPU if Spark hands those out, otherwise one on an executor."""
-    if gpus := _amount(spark, "gpu"):
-        return _Holding("gpu", gpus, 1)
-    if _amount(spark, "agent") == 1:
-        return _Holding("agent", 1, 1)
-    most = max((cores for _, cores in executors(spark).values()), default=CORES)
-    return _Holding("", 1, most // 2 + 1)  # which no executor has twice
+def _gpus(spark: SparkSession) -> int:
+    """How many GPUs Spark hands out on an executor."""
+    return int(spark.sparkContext.getConf().get("spark.executor.resource.gpu.amount", "0") or 0)
 
 
-def _amount(spark: SparkSession, resource: str) -> int:
-    """How much of a resource an executor has."""
-    return int(spark.sparkContext.getConf().get(f"spark.executor.resource.{resource}.amount", "0") or 0)
-
-
-def agent_profile(spark: SparkSession) -> ResourceProfile:
-    """What the task of an agent asks Spark for."""
+def agent_places(spark: SparkSession, places: Iterable[tuple[Any, str]]) -> RDD[Any]:
+    """A partition for each of these places, which Spark runs on the executor beside it, in tasks that agents need."""
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
-    holding = _holding(spark)
-    requests = TaskResourceRequests()
-    if holding.resource:
-        requests.resource(holding.resource, 1)
-    else:
-        requests.cpus(holding.cores)
-    profile: Any = ResourceProfileBuilder().require(requests).build
-    return profile  # type: ignore[no-any-return]
+    made = placed(spark, places)
+    if not _gpus(spark):
+        return made
+    profile: Any = ResourceProfileBuilder().require(TaskResourceRequests().resource("gpu", 1)).build
+    return made.withResources(profile)
 
 
-def executors(spark: SparkSession) -> dict[str, tuple[str, int]]:
-    """The living executors by their id: host and number of cores."""
+def placed(spark: SparkSession, places: Iterable[tuple[Any, str]]) -> RDD[Any]:
+    """A partition for each value, which Spark runs on the executor beside it, if there is one, or else anywhere."""
+    from pyspark import RDD
+    from pyspark.serializers import CPickleSerializer
+
+    context = spark.sparkContext
+    java: Any = context._jvm
+    pairs = java.scala.collection.mutable.ArrayBuffer()
+    for value, executor in places:
+        preferred = java.scala.collection.mutable.ArrayBuffer()
+        if executor:
+            preferred.append(executor)
+        pairs.append(java.scala.Tuple2(bytearray(pickle.dumps(value)), preferred.toSeq()))
+    kind = java.scala.reflect.ClassTag.apply(java.java.lang.Class.forName("[B"))
+    jsc: Any = context._jsc
+    return RDD(jsc.sc().makeRDD(pairs.toSeq(), kind).toJavaRDD(), context, CPickleSerializer())
+
+
+class Executor(NamedTuple):
+    """What is known of an executor."""
+
+    host: str
+    cores: int
+    #: what Spark's scheduler calls it, as a place for tasks
+    place: str
+
+
+def executors(spark: SparkSession) -> dict[str, Executor]:
+    """The living executors by their id."""
     jsc: Any = spark.sparkContext._jsc
     listed = jsc.sc().statusStore().executorList(True)
     found = {}
     for executor in (listed.apply(position) for position in range(listed.size())):
         host = executor.hostPort().rpartition(":")[0]
         if executor.id() != "driver" and host:  # it has none until it can be used
-            found[executor.id()] = (host, executor.totalCores())
+            found[executor.id()] = Executor(host, executor.totalCores(), f"executor_{host}_{executor.id()}")
     return found
 
 
-def check_session(spark: SparkSession, workers: int) -> None:
-    """Refuse a session that cannot hold that many agents; waits for executors that are still coming up."""
+def check_session(spark: SparkSession, workers: int) -> str:
+    """Refuse a session that cannot hold that many agents; waits for executors that are still coming up.
+
+    Returns what would let broadcasts and reductions overlap, if they cannot, and otherwise "".
+    """
     _import_pyspark()
     if not hasattr(spark, "_jsparkSession"):
         raise UsageError(
@@ -158,7 +166,7 @@ def check_session(spark: SparkSession, workers: int) -> None:
     ):
         if (conf.get(setting, "false") or "").lower() == "true":
             raise UsageError(f"{setting} is true: set it to false, since {why}")
-    each = _holding(spark).agents
+    each = agents_each(spark)
     deadline = time.monotonic() + START_SECONDS
     while each * len(there := executors(spark)) < workers:
         if time.monotonic() > deadline:
@@ -167,12 +175,19 @@ def check_session(spark: SparkSession, workers: int) -> None:
                 f"use at most {each * len(there)} workers, or raise spark.executor.instances"
             )
         time.sleep(0.1)
-    taken = each * _holding(spark).cores
-    if few := sorted(name for name, (_, cores) in there.items() if cores <= taken):
+    name, fewest = min(there.items(), key=lambda executor: executor[1].cores)
+    cores = f"executor {name} has {fewest.cores} core{'s' if fewest.cores > 1 else ''}"
+    if fewest.cores <= each:
         raise UsageError(
-            f"executor {few[0]} has {there[few[0]][1]} cores, too few for an agent and the exchanges beside it: "
+            f"{cores}, too few for {each} agent{'s' if each > 1 else ''} and the exchanges beside: "
             f"set spark.executor.cores to {each + 2}"
         )
+    if fewest.cores < each + 2:
+        return (
+            f"{cores}, so broadcasts and reductions wait for each other: "
+            f"set spark.executor.cores to {each + 2} to have both at the same time"
+        )
+    return ""
 
 
 def check_room(spark: SparkSession, vector_bytes: int, workers: int) -> None:
@@ -221,14 +236,9 @@ def _settings(master: str) -> dict[str, str]:
     os.environ.setdefault("SPARK_HOME", str(there))
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    script = str(there / "agent.sh")
     hasty = "-XX:TieredStopAtLevel=1"  # the JVMs share this machine's cores: up in 16 s instead of 27 s on two of them
     return {
         **common,
-        "spark.executor.resource.agent.amount": "1",
-        "spark.executor.resource.agent.discoveryScript": script,
-        "spark.worker.resource.agent.amount": "1",
-        "spark.worker.resource.agent.discoveryScript": script,
         "spark.driver.extraJavaOptions": hasty,
         "spark.executor.extraJavaOptions": hasty,
         "spark.python.daemon.module": __name__,
@@ -247,7 +257,6 @@ def home() -> Path:
         (home / entry.name).symlink_to(entry)
     (home / "conf").mkdir()
     (home / "conf" / "log4j2.properties").write_text(_LOGGING)
-    _write_script(home / "agent.sh", _DISCOVERY)
     if not os.environ.get("JAVA_HOME") and shutil.which("java") is None:
         os.environ["JAVA_HOME"] = str(_packaged_java(home / "java"))
     return home

@@ -1,6 +1,6 @@
 """Workers on a Spark cluster: one agent on each executor, the hub beside the driver.
 
-Agents are the tasks of one long job, so Spark places, supervises and replaces them. `averaging` and `mpca` exchange by
+Agents are tasks of long jobs, so Spark places, supervises and replaces them. `averaging` and `mpca` exchange by
 Spark's own broadcast and treeAggregate, in jobs beside that one. The other protocols use Tether's links.
 """
 
@@ -14,8 +14,9 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import msgspec
 import torch
 
@@ -49,6 +51,8 @@ EXCHANGE_SECONDS = 120.0
 TRIES = 3
 #: the largest first word of an agent
 GREETING_BYTES_MAX = 4096
+#: how often an agent that finds no executor free looks for one
+CLAIM_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,10 @@ class Spark:
             raise UsageError("executors have no memory in common: use apply='server'")
         if plan.record:
             raise UsageError("a run on Spark cannot be recorded: its nodes do not share the run's directory")
-        jvm.check_session(self.session, self.workers)
+        advice = jvm.check_session(self.session, self.workers)
         if plan.collective:
+            if advice:
+                observer.note(advice)
             jvm.check_room(self.session, plan.vector_bytes, self.workers)
         host = socket.gethostbyname(self.session.sparkContext.getConf().get("spark.driver.host", "localhost"))
         driver = SparkDriver(self, plan, observer, host)
@@ -214,10 +220,17 @@ class _Agent:
     node: Node
     here: Here
     lifeline: socket.socket
+    #: where it runs, as soon as that has been asked
+    executor: str = ""
 
 
 class Agents:
-    """A crew of agents: the tasks of one long job, one on each executor."""
+    """A crew of agents, one on each executor, or one for each GPU of it.
+
+    Each place has a job of one task that prefers an executor which has no agent, and takes one core of it. Where Spark
+    has put it elsewhere, beside another agent, which mostly is because its executor has died, the driver sends it away;
+    the job ends, and the next one for this place waits for an executor that is free.
+    """
 
     def __init__(
         self,
@@ -249,8 +262,12 @@ class Agents:
         self.living: dict[str, _Agent] = {}
         self._news: list[Came | Died] = []
         self._failure = ""
-        self._over = False
-        self._thread: threading.Thread | None = None
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._sent: Any = None
+        #: the executor that each place's job prefers, and what guards it
+        self._claims: dict[int, str] = {}
+        self._claiming = threading.Lock()
 
     # ---- the crew ----
 
@@ -259,24 +276,44 @@ class Agents:
 
         self._places = {node.index: node for node in nodes}
         birth = replace(self._birth, driver=self._driver)
-        meeting, feeding = self.meeting, self._feeding
+        self._sent = self._context.broadcast(cloudpickle.dumps((birth, self.meeting, self._feeding)))
+        for index in self._places:
+            self._threads.append(InheritableThread(target=self._keep, args=(index,), daemon=True))
+            self._threads[-1].start()
 
-        def agents(index: int, _: Any) -> Iterable[str]:
-            yield be_agent(index, birth, meeting, feeding)
+    def _keep(self, index: int) -> None:
+        """Have an agent in this place until the run is over."""
+        sent = self._sent
 
-        def work() -> None:
-            self._context.setJobGroup(self._group, "the agents of a run", interruptOnCancel=True)
-            count = len(self._places)
-            try:
-                places = self._context.parallelize(range(count), count).withResources(jvm.agent_profile(self._session))
-                places.mapPartitionsWithIndex(agents).collect()
-            except Exception as error:
-                if not self._over:
-                    self._failure = str(error)
-            self.wake()
+        def agent(places: Iterable[int]) -> Iterable[str]:
+            for index in places:
+                yield be_agent(index, *cloudpickle.loads(sent.value))
 
-        self._thread = InheritableThread(target=work, daemon=True)
-        self._thread.start()
+        self._context.setJobGroup(self._group, "the agents of a run", interruptOnCancel=True)
+        try:
+            while place := self._claim(index):
+                if any(jvm.agent_places(self._session, [(index, place)]).mapPartitions(agent).collect()):
+                    break  # it was there until the end
+        except Exception as error:
+            if not self._over.is_set():
+                self._failure = str(error)
+        self.wake()
+
+    def _claim(self, index: int) -> str:
+        """The name of an executor without an agent, as soon as there is one; "" when the run is over."""
+        each = jvm.agents_each(self._session)
+        while not self._over.is_set():
+            with self._claiming:
+                there = jvm.executors(self._session)
+                claims = {place: executor for place, executor in self._claims.items() if place != index}
+                claims |= {place: executor for place, executor in self._executors().items() if executor}
+                taken = Counter(claims.values())
+                if free := [executor for executor in there if taken[executor] < each]:
+                    self._claims[index] = min(free, key=lambda executor: taken[executor])
+                    return there[self._claims[index]].place
+                self._claims.pop(index, None)
+            self._over.wait(CLAIM_SECONDS)
+        return ""
 
     def fileno(self) -> int:
         return self._selector.fileno()
@@ -310,19 +347,25 @@ class Agents:
         )
 
     def close(self, seconds: float) -> None:
-        self._over = True
+        self._over.set()
         for agent in self.living.values():
             agent.lifeline.close()
         for stranger in self._strangers:
             stranger.close()
-        if self._thread is not None:
-            self._thread.join(seconds)
-            if self._thread.is_alive():
-                self._context.cancelJobGroup(self._group)
-                self._thread.join(2 * seconds)
+        self._join(seconds)
+        if any(thread.is_alive() for thread in self._threads):
+            self._context.cancelJobGroup(self._group)
+            self._join(2 * seconds)
+        if self._sent is not None:
+            self._sent.destroy()
         self._selector.close()
         for end in (self._listener, self._woken, self._wake):
             end.close()
+
+    def _join(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     # ---- lifelines ----
 
@@ -366,8 +409,11 @@ class Agents:
             self._send_away(lifeline)
             return
         node = self._places.get(here.index)
-        if node is None or self._over or node.name in self.living:
-            lifeline.send(framed(msgspec.msgpack.encode(Fenced("its place is taken"))))
+        beside = sum(agent.here.executor == here.executor for agent in self.living.values())
+        full = beside >= jvm.agents_each(self._session)
+        if node is None or self._over.is_set() or node.name in self.living or full:
+            reason = "its executor has an agent already" if full else "its place is taken"
+            lifeline.send(framed(msgspec.msgpack.encode(Fenced(reason))))
             self._send_away(lifeline)
             return
         del self._strangers[lifeline]
@@ -401,19 +447,25 @@ class Agents:
 
     def locations(self) -> dict[str, tuple[str, str]]:
         """Of each living agent: its executor, as Spark's scheduler names it, and its directory."""
-        tracker = self._context.statusTracker()
+        there, executors = jvm.executors(self._session), self._executors()
+        found = {}
+        for name, agent in list(self.living.items()):
+            executor = executors.get(agent.node.index, "")
+            found[name] = (there[executor].place if executor in there else "", agent.here.directory)
+        return found
+
+    def _executors(self) -> dict[int, str]:
+        """The executor of each living agent's place; "" for one whose task Spark does not tell of yet."""
         store = self._context._jsc.sc().statusStore()
-        hosts = jvm.executors(self._session)
-        running = {}
-        for job in tracker.getJobIdsForGroup(self._group):
-            for stage in info.stageIds if (info := tracker.getJobInfo(job)) else ():
-                tasks = store.taskList(stage, 0, 1 << 20)
+        found = {}
+        for agent in list(self.living.values()):
+            if not agent.executor:
+                tasks = store.taskList(agent.here.stage, 0, 1 << 10)
                 for task in (tasks.apply(position) for position in range(tasks.size())):
-                    if task.status() == "RUNNING" and task.executorId() in hosts:
-                        running[task.index()] = f"executor_{hosts[task.executorId()][0]}_{task.executorId()}"
-        return {
-            name: (running.get(agent.node.index, ""), agent.here.directory) for name, agent in list(self.living.items())
-        }
+                    if task.taskId() == agent.here.task:
+                        agent.executor = task.executorId()
+            found[agent.node.index] = agent.executor
+        return found
 
 
 class Jobs:
@@ -421,6 +473,7 @@ class Jobs:
 
     def __init__(self, session: SparkSession, agents: Agents, note: Callable[[str], None]) -> None:
         self._context = session.sparkContext
+        self._session = session
         self._agents = agents
         self._note = note
         self._group = f"tether exchange {uuid.uuid4().hex[:8]}"
@@ -494,27 +547,13 @@ class Jobs:
         with self._lock:
             if self._placed is None or self._placed[0] != names:
                 located = self._agents.locations()
-                self._placed = (
-                    names,
-                    self._placed_rdd([(name, *located[name]) for name in sorted(names & located.keys())]),
-                )
+                visits = [
+                    ((name, directory), executor)
+                    for name, (executor, directory) in sorted(located.items())
+                    if name in names
+                ]
+                self._placed = names, jvm.placed(self._session, visits)
             return self._placed[1]
-
-    def _placed_rdd(self, desks: list[tuple[str, str, str]]) -> RDD[Any]:
-        from pyspark import RDD
-        from pyspark.serializers import CPickleSerializer
-
-        context, java = self._context, self._context._jvm
-        assert java is not None
-        pairs = java.scala.collection.mutable.ArrayBuffer()
-        for name, executor, directory in desks:
-            preferred = java.scala.collection.mutable.ArrayBuffer()
-            if executor:
-                preferred.append(executor)
-            pairs.append(java.scala.Tuple2(bytearray(pickle.dumps((name, directory))), preferred.toSeq()))
-        kind = java.scala.reflect.ClassTag.apply(java.java.lang.Class.forName("[B"))
-        made = context._jsc.sc().makeRDD(pairs.toSeq(), kind)
-        return RDD(made.toJavaRDD(), context, CPickleSerializer())
 
 
 def _raise(error: Exception) -> None:
