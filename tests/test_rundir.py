@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ from tether.errors import UsageError, WireError
 from tether.learner import Learner
 from tether.progress import make_progress
 from tether.run import resume
-from tether.rundir import CHECKPOINTS_KEPT, Restored, RunDirectory
+from tether.rundir import CHECKPOINTS_KEPT, Evaluated, Restored, RunDirectory
 from tether.task import Batches
 from tether.testing import Blobs, largest_difference, train_quietly
 
@@ -298,3 +299,85 @@ def test_a_kill_while_the_same_place_is_saved_again_leaves_the_old_checkpoint(
         patch.setattr(Path, "rename", killed_at(Path.rename, 1))
         save(directory, 3)
     assert newest(directory).step == 3
+
+
+# ---- checkpoints elsewhere ------------------------------------------------------------------------------------------
+
+
+class Folder:
+    """A storage that is another folder, and notes what is asked of it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.url = f"folder://{path}"
+        self.asked: list[str] = []
+
+    def put(self, made: Path, name: str) -> None:
+        self.asked.append(f"put {name}")
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if made.is_dir():
+            shutil.copytree(made, target)
+        else:
+            shutil.copyfile(made, target)
+
+    def get(self, name: str, to: Path) -> None:
+        self.asked.append(f"get {name}")
+        if (self.path / name).is_dir():
+            shutil.copytree(self.path / name, to)
+        else:
+            shutil.copyfile(self.path / name, to)
+
+    def names(self, folder: str = "") -> list[str]:
+        return [path.name for path in (self.path / folder).iterdir()] if (self.path / folder).exists() else []
+
+    def remove(self, name: str) -> None:
+        shutil.rmtree(self.path / name)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "elsewhere")
+
+
+def test_checkpoints_go_to_the_storage_and_come_back_where_nothing_else_is_known(
+    folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", folder)
+    here.write_config({"status": "running"})
+    for step in range(1, 5):
+        save(here, step)
+    here.save_best(Evaluated(3, 30, {"error": 0.5}, torch.ones(3)))
+    assert len(folder.names("checkpoints")) == CHECKPOINTS_KEPT, "the older ones are removed"
+    assert not list((tmp_path / "run" / "checkpoints").iterdir()), "none is kept here"
+    shutil.rmtree(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    there = RunDirectory.fetch(folder)
+    assert there.path.parent.name == "runs" and there.read_config() == {"status": "running"}
+    assert newest(there).step == 4 and torch.equal(newest(there).weights, torch.full((3,), 4.0))
+    best = there.load_best()
+    assert best is not None and best.step == 3 and torch.equal(best.weights, torch.ones(3))
+    save(there, 5)
+    assert newest(there).step == 5
+
+
+def test_a_damaged_newest_checkpoint_in_a_storage_falls_back_to_the_one_before(folder: Folder, tmp_path: Path) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", folder)
+    for step in (1, 2):
+        save(here, step)
+    last = sorted((folder.path / "checkpoints").iterdir())[-1]
+    (last / "tensors.safetensors").unlink()
+    assert newest(here).step == 1
+
+
+def test_a_storage_that_holds_a_run_is_refused_and_one_that_holds_none_too(folder: Folder, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"folder://.*elsewhere holds no run"):
+        RunDirectory.fetch(folder)
+    RunDirectory.create(tmp_path / "run", "a run", folder).write_config({})
+    with pytest.raises(UsageError, match=r"holds a run already.*tether resume folder://"):
+        RunDirectory.create(tmp_path / "another", "a run", folder)
+
+
+def test_processes_of_a_run_are_not_given_its_storage(folder: Folder, tmp_path: Path) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", folder)
+    assert pickle.loads(pickle.dumps(here)).storage is None and here.storage is folder

@@ -7,12 +7,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tether.hosts import Host, standalone
+from tether.hosts import Host, hosts, standalone
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -60,6 +61,36 @@ def test_spark_submit_brings_the_package_along(master: str, tmp_path: Path) -> N
     environment = {**os.environ, "PYSPARK_PYTHON": bare_python(tmp_path), "SPARK_LOCAL_IP": "127.0.0.1"}
     environment.pop("PYTHONPATH", None)
     subprocess.run(command, check=True, timeout=300, env=environment, cwd=tmp_path)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="hosts are made by root with ip and tc: apt-get install iproute2",
+)
+def test_a_driver_that_was_killed_is_continued_on_another_host_by_a_url(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/shared/run"
+    with hosts(5, "1gbit") as places, standalone(places[:3], cores=3, megabytes=1500) as master:
+
+        def tether(host: Host, name: str, *words: str) -> subprocess.Popen[bytes]:
+            """A driver on a host, with a disk of its own that is empty."""
+            (tmp_path / name).mkdir()
+            environment = {**os.environ, "PYSPARK_PYTHON": sys.executable, "SPARK_LOCAL_IP": host.address}
+            command = [*host.words, sys.executable, "-m", "tether", *words, "--master", master]
+            return subprocess.Popen(command, env=environment, cwd=tmp_path / name, stdout=subprocess.PIPE)
+
+        words = ["--on", "spark", "-n", "2", "-p", "mpca", "--epochs", "100000", "--checkpoint-seconds", "2"]
+        driver = tether(places[3], "one", "train", "digits", *words, "--checkpoints", url)
+        folder = tmp_path / "shared" / "run" / "checkpoints"
+        deadline = time.monotonic() + 300
+        while not list(folder.glob("at-*")) and driver.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.5)
+        driver.kill()
+        driver.communicate()
+        saved = max(int(path.name.split("-")[1]) for path in folder.glob("at-*"))
+        again = tether(places[4], "another", "resume", url, "--seconds", "10", "--json")
+        figures = json.loads(again.communicate(timeout=300)[0])
+    assert figures["workers"] == 2 and figures["samples"] > saved > 0 and figures["metrics"]["error"] < 0.1
+    assert max(int(path.name.split("-")[1]) for path in folder.glob("at-*")) == figures["samples"]
 
 
 def bare_python(directory: Path) -> str:

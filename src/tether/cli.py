@@ -88,6 +88,12 @@ def train(
     record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
     evaluate_every: Annotated[float, typer.Option(help="Epochs between two evaluations.")] = 1.0,
     checkpoint_seconds: Annotated[float, typer.Option(help="Time between two checkpoints.")] = 30.0,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Keep checkpoints there, such as hdfs://HOST/PATH, for any machine to resume."
+        ),
+    ] = None,
     link: LinkOption = None,
     latency: LatencyOption = None,
     step_seconds: StepSecondsOption = None,
@@ -123,6 +129,7 @@ def train(
         run_dir=run_dir,
         evaluate_every=evaluate_every,
         checkpoint_seconds=checkpoint_seconds,
+        checkpoints=checkpoints,
         record=record,
         task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
     )
@@ -131,7 +138,7 @@ def train(
 
 @app.command("resume")
 def resume_(
-    run_dir: RunArgument,
+    run_dir: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of its checkpoints.")],
     workers: WorkersOption = None,
     master: MasterOption = None,
     epochs: EpochsOption = None,

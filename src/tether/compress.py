@@ -165,6 +165,11 @@ def _restored(values: Tensor, scales: Tensor, rest: Tensor) -> Tensor:
     return torch.cat([decoded, rest]) if len(rest) else decoded
 
 
+def code_of(coded: Tensor) -> str:
+    """The code that these values are in."""
+    return next(code for code, dtype in _CODED.items() if dtype == coded.dtype)
+
+
 def encode(code: str, values: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
     """The coded values and the scales of their blocks. `dtype` is what they will be decoded to, if not their own."""
     if code != "int8":

@@ -8,23 +8,28 @@ A worker's step is mostly waiting, as for a GPU, so that the few processors ther
 takes longer the larger the model is, since each has a pull of the whole model that would take all processors;
 averaging's workers do nothing between two exchanges, so that its period is an exchange. Systems are measured in turns,
 and ratios taken within a turn.
+
+Between hosts the driver's link is watched too: what goes over it in a period, and for how much of the time both
+directions are in use, with executors as `session` asks for them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -45,9 +50,12 @@ from tether.swarm import Nobody
 from tether.task import Task
 
 WORKERS = 3
-MASTER = "local-cluster[3,3,2048]"
-#: of an executor of another master: an agent takes more than half of them, and two are for exchanges
-CORES, MEGABYTES = 5, 2048
+MEGABYTES = 2048
+MASTER = f"local-cluster[{WORKERS},{jvm.CORES},{MEGABYTES}]"
+#: how often the driver's link is looked at
+WATCH_SECONDS = 0.02
+#: a direction is in use that carries more than this share of the most that the link was seen to carry
+IN_USE = 0.1
 #: of the rows that are brought to workers
 ROWS_MB, FEATURES = 160, 100
 #: periods of an exchange that are measured, after so many that are not
@@ -55,10 +63,13 @@ PERIODS, WARM_UP = 4, 2
 #: of a step, for each MB of the model
 STEP_SECONDS = 0.01
 BARE, ONE_PHASE, MPCA, AVERAGING = "bare broadcast and treeAggregate", "mpca, one phase", "mpca", "averaging"
+FP16, INT8 = "mpca, fp16", "mpca, int8"
 #: each as fast as it can
 EXCHANGES: dict[str, Options] = {
     ONE_PHASE: Mpca(phases=1, exchange_share=1.0, free_steps=0),
     MPCA: Mpca(exchange_share=1.0, free_steps=0),
+    FP16: Mpca(exchange_share=1.0, free_steps=0, compress="fp16"),
+    INT8: Mpca(exchange_share=1.0, free_steps=0, compress="int8"),
     AVERAGING: Averaging(tau=1),
 }
 
@@ -94,20 +105,84 @@ class Periods(Nobody):
 
     def __init__(self) -> None:
         self._times: dict[int, list[float]] = defaultdict(list)
+        #: when what is measured has begun
+        self.began = 0.0
 
     def record(self, node: str, values: Row, now: float) -> None:
         if "round" in values or "shard" in values:
             self._times[int(str(values.get("shard", 0)))].append(now)
+            if not self.began and self._fewest() > WARM_UP:
+                self.began = time.monotonic()
 
     def stop_requested(self) -> str | None:
-        enough = self._times and min(len(times) for times in self._times.values()) > WARM_UP + PERIODS
-        return "measured" if enough else None
+        return "measured" if self._fewest() > WARM_UP + PERIODS else None
 
     def seconds(self) -> float:
         """Between two renewals of the whole."""
         return statistics.median(
             (times[-1] - times[WARM_UP]) / (len(times) - 1 - WARM_UP) for times in self._times.values()
         )
+
+    def _fewest(self) -> int:
+        return min((len(times) for times in self._times.values()), default=0)
+
+
+class Look(NamedTuple):
+    """What a host had received and sent at a time."""
+
+    at: float
+    received: int
+    sent: int
+
+
+class Watch:
+    """Watches what goes over the links of this host."""
+
+    def __init__(self) -> None:
+        self._looks: list[Look] = []
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def megabytes(self, since: float, period: float) -> tuple[float, float]:
+        """Received and sent in a period, on average since then."""
+        looks = [look for look in self._looks if look.at >= since]
+        share = period / (looks[-1].at - looks[0].at) / 1e6
+        return (looks[-1].received - looks[0].received) * share, (looks[-1].sent - looks[0].sent) * share
+
+    def both(self, since: float) -> float:
+        """For how much of the time since then both directions were in use."""
+        looks = [look for look in self._looks if look.at >= since]
+        spans = list(itertools.pairwise(looks))
+        rates = [[(b[way] - a[way]) / (b.at - a.at) for way in (1, 2)] for a, b in spans]
+        least = IN_USE * max(max(rate) for rate in rates)
+        used = sum(b.at - a.at for rate, (a, b) in zip(rates, spans, strict=True) if min(rate) > least)
+        return used / (looks[-1].at - looks[0].at)
+
+    def _look(self) -> None:
+        while not self._over.wait(WATCH_SECONDS):
+            lines = Path("/proc/net/dev").read_text().splitlines()[2:]
+            counts = [line.split(":")[1].split() for line in lines if line.split(":")[0].strip() != "lo"]
+            received, sent = (sum(int(count[place]) for count in counts) for place in (0, 8))
+            self._looks.append(Look(time.monotonic(), received, sent))
+
+
+class Measured(NamedTuple):
+    """What a period of an exchange takes."""
+
+    seconds: float
+    #: over the driver's link
+    received_MB: float | None = None
+    sent_MB: float | None = None
+    #: share of the time in which both directions of it are in use
+    both: float | None = None
 
 
 def spark(
@@ -122,22 +197,31 @@ def spark(
         raise UsageError("a cluster has the links that it has: give --master or --link, not both")
     if link is not None:
         return _between_hosts(link, rounds)
-    session = jvm.session(master or MASTER, {"spark.executor.cores": str(CORES)} if master else None)
+    session = jvm.session(master or MASTER)
     on = Spark(session, WORKERS)
+    watched = master is not None and not master.startswith("local")
     rows: list[Row] = []
     ratios: dict[str, float] = {}
     for size in megabytes:
-        found: dict[str, list[float]] = {BARE: []}
+        found: dict[str, list[Measured]] = {BARE: []}
         for round_ in range(rounds):
-            found[BARE].append(_bare(session, size))
+            found[BARE].append(Measured(_bare(session, size)))
             for name, protocol in EXCHANGES.items():
-                found.setdefault(name, []).append(_period(size, protocol, on))
-            told = ", ".join(f"{name} {seconds[-1]:.2f} s" for name, seconds in found.items())
+                found.setdefault(name, []).append(_period(size, protocol, on, watched))
+            told = ", ".join(f"{name} {taken[-1].seconds:.2f} s" for name, taken in found.items())
             print(f"{size:g} MB, {round_ + 1}/{rounds}: {told}", file=sys.stderr)
-        rows += [{"what": name, "MB": size, "seconds": statistics.median(taken)} for name, taken in found.items()]
+        for name, taken in found.items():
+            rows.append({"what": name, "MB": size, **_medians(taken)})
+        seconds = {name: [one.seconds for one in taken] for name, taken in found.items()}
         for name in (ONE_PHASE, MPCA):
-            ratios[f"{name}, over bare, {size:g} MB"] = _ratio(found[name], found[BARE])
-        ratios[f"mpca over averaging, {size:g} MB"] = _ratio(found[MPCA], found[AVERAGING])
+            ratios[f"{name}, over bare, {size:g} MB"] = _ratio(seconds[name], seconds[BARE])
+        ratios[f"mpca over averaging, {size:g} MB"] = _ratio(seconds[MPCA], seconds[AVERAGING])
+        if watched:
+            moved = {
+                name: [(one.received_MB or 0) + (one.sent_MB or 0) for one in taken] for name, taken in found.items()
+            }
+            for name in (FP16, INT8):
+                ratios[f"bytes, {name} over mpca, {size:g} MB"] = _ratio(moved[name], moved[MPCA])
     shares: dict[str, list[float]] = {"alone": [], MPCA: []}
     for _ in range(rounds):
         for name, protocol in (("alone", Averaging(tau=steps)), (MPCA, Mpca())):
@@ -152,7 +236,7 @@ def spark(
         rows.append({"what": f"rows brought to {where}", "MB": ROWS_MB, "seconds": statistics.median(brought)})
         rows.append({"what": f"an epoch on rows in {where}", "MB": ROWS_MB, "seconds": statistics.median(trained)})
         ratios[f"bringing rows to {where} over an epoch on them"] = _ratio(brought, trained)
-    columns = ("what", "MB", "seconds", "share")
+    columns = ("what", "MB", "seconds", *Measured._fields[1:], "share")
     rows = [{column: row.get(column) for column in columns} for row in rows]  # type: ignore[misc]
     return {"bench": "spark", "rounds": rounds, "rows": rows, "ratios": ratios}
 
@@ -160,7 +244,7 @@ def spark(
 def _between_hosts(link: str, rounds: int) -> Report:
     """The same on a standalone cluster whose master, with the driver, and workers have hosts of their own."""
     words = ["-m", "tether", "bench", "spark", "--rounds", str(rounds), "--json", "--master"]
-    with hosts(1 + WORKERS, link) as places, standalone(places, CORES, MEGABYTES) as master:
+    with hosts(1 + WORKERS, link) as places, standalone(places, jvm.CORES, MEGABYTES) as master:
         done = subprocess.run(
             [*places[0].words, sys.executable, *words, master],
             env={**os.environ, "SPARK_LOCAL_IP": places[0].address, "PYSPARK_PYTHON": sys.executable},
@@ -196,12 +280,23 @@ def _bare(session: Any, megabytes: float) -> float:
     return statistics.median(taken[1:])
 
 
-def _period(megabytes: float, protocol: Options, on: Spark) -> float:
+def _period(megabytes: float, protocol: Options, on: Spark, watched: bool) -> Measured:
     periods = Periods()
     request = Request(steps=10**9, evaluate_every=1e9, checkpoint_seconds=1e9, trace=False)
     seconds = 0.0 if isinstance(protocol, Averaging) else STEP_SECONDS * megabytes
-    on.execute(RunPlan.make(Waiting(megabytes, seconds), protocol, on, request, None), periods)
-    return periods.seconds()
+    plan = RunPlan.make(Waiting(megabytes, seconds), protocol, on, request, None)
+    with Watch() as watch:
+        on.execute(plan, periods)
+    taken = periods.seconds()
+    if not watched:
+        return Measured(taken)
+    return Measured(taken, *watch.megabytes(periods.began, taken), watch.both(periods.began))
+
+
+def _medians(taken: list[Measured]) -> dict[str, float]:
+    """Of each figure that there is."""
+    columns = zip(Measured._fields, zip(*taken, strict=True), strict=True)
+    return {name: statistics.median(values) for name, values in columns if None not in values}
 
 
 def _utilization(protocol: Options, on: Spark, steps: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 import threading
 import time
@@ -26,6 +27,7 @@ from tether.protocols import known as known_protocols
 from tether.record import replay
 from tether.rundir import Evaluated, Restored, RunDirectory
 from tether.runtimes.base import Outcome, Runtime
+from tether.runtimes.hadoop import HadoopStorage, is_url
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
 from tether.runtimes.spark import Spark
@@ -66,6 +68,7 @@ def run(
     run_dir: Path | str | None = None,
     evaluate_every: float = 1.0,
     checkpoint_seconds: float = 30.0,
+    checkpoints: str | None = None,
     record: bool = False,
     trace: bool = True,
     progress: Progress | None = None,
@@ -86,6 +89,8 @@ def run(
     warmup, warmup_epochs: begin with so many epochs of another protocol, such as tether.Server(sync="hard").
     evaluate_every: epochs between two evaluations of the joint model.
     checkpoint_seconds: time between two checkpoints.
+    checkpoints: keep them at this URL of any file system that Hadoop knows, such as hdfs://HOST/PATH, instead of in the
+        run directory; `resume` takes the URL on any machine.
     record: keep every event so that the run can be replayed.
     trace: keep spans of time for trace.json.
     progress: the live display; chosen by what standard error is unless given.
@@ -112,7 +117,9 @@ def run(
     )
     on = on if on is not None else Local(protocol.workers_max or 2)
     phases = _phases(task, protocol, on, request, None)
-    directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, f"{task.name}-{protocol.name}")
+    storage = HadoopStorage(checkpoints) if checkpoints is not None else None
+    name = f"{task.name}-{protocol.name}"
+    directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)
     return _execute(phases, protocol, on, request, directory, progress, task_spec, stop)
 
 
@@ -179,17 +186,26 @@ def resume(
 ) -> Result:
     """Continue a run from its newest checkpoint.
 
+    run_dir: its directory, or the URL of its checkpoints. With a URL nothing else of the run need be on this machine: a
+        new run directory is made, whose metrics begin anew.
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
     master: of a run on Spark: another cluster than before. A session that there is already is used as it is.
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. What was
         the best before the run was continued may remain so.
     """
-    directory = RunDirectory.open(Path(run_dir))
-    config = directory.read_config()
+    if isinstance(run_dir, str) and is_url(run_dir):
+        directory = RunDirectory.fetch(HadoopStorage(run_dir))
+        config = directory.read_config()
+    else:
+        directory = RunDirectory.open(Path(run_dir))
+        config = directory.read_config()
+        if config.get("checkpoints"):
+            directory.storage = HadoopStorage(config["checkpoints"])
     restored = directory.load_checkpoint()
     if restored is None:
-        raise UsageError(f"{directory.path} has no checkpoint to continue from: start the run again")
+        where = directory.storage.url if directory.storage is not None else directory.path
+        raise UsageError(f"{where} has no checkpoint to continue from: start the run again")
     _refuse_if_running(directory, config)
     if master is not None:
         if config["runtime"]["name"] != "spark":
@@ -269,6 +285,8 @@ def _phases(
 
 
 def _refuse_if_running(directory: RunDirectory, config: dict[str, Any]) -> None:
+    if config.get("host", socket.gethostname()) != socket.gethostname():
+        return  # what runs on another machine cannot be seen from here
     if config["status"] == "running" and config["pid"] != os.getpid() and Path(f"/proc/{config['pid']}").exists():
         raise UsageError(f"{directory.path} is still running, as process {config['pid']}: stop that first")
 
@@ -290,6 +308,8 @@ def _execute(
         "reason": "",
         "error": None,
         "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "checkpoints": directory.storage.url if directory.storage is not None else None,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "task": {"name": plan.task.name, "spec": None, **(task_spec or {})},
         "protocol": _described(protocol),

@@ -7,6 +7,9 @@ checkpoints/at-N/     after N samples: state.json and tensors.safetensors; compl
 best.safetensors      the best weights seen by a run with patience, and of which step they are
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, when the run was recorded
+
+A run may have a storage elsewhere, such as a folder in HDFS. The checkpoints and the best weights are then there alone,
+and run.json is there too: it is all that another machine needs to continue the run.
 """
 
 from __future__ import annotations
@@ -19,7 +22,8 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -54,15 +58,44 @@ class Evaluated:
     weights: Tensor
 
 
+class Storage(Protocol):
+    """Files and folders somewhere else, by names with slashes."""
+
+    url: str
+
+    def put(self, made: Path, name: str) -> None:
+        """Copy a local file or folder there; it has its name once it is there as a whole. A file is replaced."""
+        ...
+
+    def get(self, name: str, to: Path) -> None:
+        """Copy a file or folder from there; FileNotFoundError if it is not there."""
+        ...
+
+    def names(self, folder: str = "") -> list[str]:
+        """What there is in a folder, which need not exist."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Delete a file or folder."""
+        ...
+
+
 class RunDirectory:
     """Where a run is kept."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, storage: Storage | None = None) -> None:
         self.path = path
+        #: where the checkpoints are, if not here
+        self.storage = storage
 
     @staticmethod
-    def create(path: Path | None, name: str) -> RunDirectory:
+    def create(path: Path | None, name: str, storage: Storage | None = None) -> RunDirectory:
         """A new directory: the given one, which must hold no run yet, or one below `runs`, named after the run."""
+        if storage is not None and "run.json" in storage.names():
+            raise UsageError(
+                f"{storage.url} holds a run already: name another place, or continue it with "
+                f"'tether resume {storage.url}'"
+            )
         if path is None:
             stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
             candidates = (
@@ -77,7 +110,20 @@ class RunDirectory:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make the run directory {path}: {error.strerror}") from None
-        return RunDirectory(path)
+        return RunDirectory(path, storage)
+
+    @staticmethod
+    def fetch(storage: Storage) -> RunDirectory:
+        """A new directory for an existing run of which only the storage is known here."""
+        with TemporaryDirectory(prefix="tether-") as folder:
+            try:
+                storage.get("run.json", Path(folder, "run.json"))
+            except FileNotFoundError:
+                raise UsageError(f"{storage.url} holds no run: it has no run.json") from None
+            directory = RunDirectory.create(None, storage.url.rpartition("/")[2])
+            shutil.copyfile(Path(folder, "run.json"), directory.path / "run.json")
+        directory.storage = storage
+        return directory
 
     @staticmethod
     def open(path: Path) -> RunDirectory:
@@ -113,6 +159,8 @@ class RunDirectory:
 
     def write_config(self, config: dict[str, Any]) -> None:
         _write_atomically(self.path / "run.json", json.dumps(config, indent=2, default=str).encode())
+        if self.storage is not None:
+            self.storage.put(self.path / "run.json", "run.json")
 
     def read_config(self) -> dict[str, Any]:
         try:
@@ -134,7 +182,7 @@ class RunDirectory:
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         # samples only grow, also when the number of workers changes; the number tells two at the same place apart
-        number = 1 + max((int(path.name.rpartition("-")[2]) for path in self._checkpoints()), default=0)
+        number = 1 + max((int(name.rpartition("-")[2]) for name in self._checkpoints()), default=0)
         final = folder / f"at-{samples:015d}-{number:06d}"
         partial = folder / f".partial-{os.getpid()}-{step}"
         shutil.rmtree(partial, ignore_errors=True)
@@ -150,16 +198,31 @@ class RunDirectory:
         save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, partial / "tensors.safetensors")
         _sync(partial / "tensors.safetensors")
         _write_atomically(partial / "state.json", json.dumps(tree).encode())
-        partial.rename(final)
-        _sync(folder)
+        if self.storage is None:
+            partial.rename(final)
+            _sync(folder)
+        else:
+            self.storage.put(partial, f"checkpoints/{final.name}")
+            shutil.rmtree(partial)
         for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+            if self.storage is None:
+                shutil.rmtree(folder / old, ignore_errors=True)
+            else:
+                self.storage.remove(f"checkpoints/{old}")
         return final
 
     def load_checkpoint(self) -> Restored | None:
         """The newest checkpoint that is readable, if there is one."""
-        for path in reversed(self._checkpoints()):
+        with TemporaryDirectory(prefix="tether-") as fetched:
+            return self._newest_readable(Path(fetched))
+
+    def _newest_readable(self, fetched: Path) -> Restored | None:
+        for name in reversed(self._checkpoints()):
             try:
+                path = self.path / "checkpoints" / name
+                if self.storage is not None:
+                    path = fetched / name
+                    self.storage.get(f"checkpoints/{name}", path)
                 tree = json.loads((path / "state.json").read_bytes())
                 found = load_file(path / "tensors.safetensors")
                 tensors = [found[str(i)] for i in range(len(found))]
@@ -182,11 +245,15 @@ class RunDirectory:
         save_file({"weights": best.weights.contiguous()}, partial, {name: json.dumps(told[name]) for name in told})
         _sync(partial)
         partial.replace(self._best)
+        if self.storage is not None:
+            self.storage.put(self._best, self._best.name)
 
     def load_best(self) -> Evaluated | None:
         """The best weights seen, if the run keeps them."""
         if not self._best.exists():
-            return None
+            if self.storage is None or self._best.name not in self.storage.names():
+                return None
+            self.storage.get(self._best.name, self._best)
         with safe_open(self._best, "pt") as file:
             told = {name: json.loads(text) for name, text in file.metadata().items()}
             return Evaluated(told["step"], told["samples"], told["metrics"], file.get_tensor("weights"))
@@ -195,9 +262,18 @@ class RunDirectory:
     def _best(self) -> Path:
         return self.path / "best.safetensors"
 
-    def _checkpoints(self) -> list[Path]:
-        folder = self.path / "checkpoints"
-        return sorted(p for p in folder.glob("at-*") if re.fullmatch(r"at-\d+-\d+", p.name)) if folder.exists() else []
+    def _checkpoints(self) -> list[str]:
+        """The names of those that are complete, the oldest first."""
+        if self.storage is not None:
+            names = self.storage.names("checkpoints")
+        else:
+            folder = self.path / "checkpoints"
+            names = [path.name for path in folder.iterdir()] if folder.exists() else []
+        return sorted(name for name in names if re.fullmatch(r"at-\d+-\d+", name))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only the driver of a run writes to the storage."""
+        return {**self.__dict__, "storage": None}
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -116,7 +116,7 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         def follow(process: NodeProcess) -> None:
             threading.Thread(target=_follow, args=(lifeline, process, given_up), daemon=True).start()
             if isinstance(process.exchange, Offers):
-                types = message_types(birth.plan.messages, compressed=False)
+                types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
                 at_the_end.callback(Desk(process, process.exchange, directory, types).close)
 
         live(birth, node, zmq.Context(), follow)

@@ -174,6 +174,7 @@ class Collectives:
         parameter_count: int = 0,
         length: int = 0,
         empty: Empty = torch.empty,
+        *_: Any,
     ) -> None:
         """`length` is that of the vector, whose buffers begin at `parameter_count`; `empty` makes tensors to send."""
         self.node = node

@@ -7,6 +7,10 @@ and tasks meet at the agent's desk, a socket in its directory, and what is offer
 
 A task that is sent to a wrong executor, or whose agent has died, comes back with nothing. Whoever lives and is missing
 then is asked again by the next job.
+
+In a run that compresses, agents encode their offers and the root its broadcasts, as messages are encoded elsewhere.
+Sums are made in full precision and encoded again to travel on; the process that has sent a sum keeps what its code
+lost, and adds it to the next that it sends.
 """
 
 from __future__ import annotations
@@ -18,26 +22,24 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 import zmq
 from torch import Tensor
 
+from tether.compress import Compressor, Packed, Stream, code_of, unpack
 from tether.errors import RunError, WireError
 from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced, stream_of
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.driver import DRIVER
 from tether.runtimes.link import Opener, enveloped
 from tether.runtimes.process import NodeProcess
+from tether.vector import Empty
 from tether.wire import Codec, Frame
 
 #: how long a task waits at a desk
 DESK_SECONDS = 20.0
-
-#: a sum: values, weight, and who is in it with the steps it told
-Sum = tuple[Any, float, dict[str, int]]
 
 
 class Opened(Message, frozen=True):
@@ -79,11 +81,23 @@ class Offers:
 
     messages: tuple[type[Message], ...] = (Up, Down)
 
-    def __init__(self, node: str, send: Callable[[str, Message], Any], *_: Any) -> None:
+    def __init__(
+        self,
+        node: str,
+        send: Callable[[str, Message], Any],
+        bytes_scale: float = 1.0,
+        parameter_count: int = 0,
+        length: int = 0,
+        empty: Empty = torch.empty,
+        outgoing: Callable[[str, Message], Message] = lambda to, message: message,
+    ) -> None:
+        """`empty` makes tensors that can be lent; `outgoing` gives a message as it travels."""
         self.node = node
         self._send = send
-        #: the newest of each stream
-        self._offers: dict[str, Up] = {}
+        self._empty = empty
+        self._outgoing = outgoing
+        #: the newest of each stream: its tag, and as it travels
+        self._offers: dict[str, tuple[str, Message]] = {}
         self._numbers: dict[str, int] = {}
 
     def broadcast(self, effect: Broadcast) -> None:
@@ -94,9 +108,12 @@ class Offers:
         if effect.members[0] == self.node:
             self._send(DRIVER, Opened(effect.tag, effect.members))
         elif effect.values is not None:
-            covers = {self.node: effect.steps}
-            offer = Up(effect.tag, effect.members, effect.values, effect.weight, covers)
-            self._offers[stream_of(effect.tag)] = offer
+            values = effect.values
+            if effect.weight != 1.0:
+                scaled = self._empty(len(values), dtype=values.dtype, device=values.device)
+                values = torch.mul(values, effect.weight, out=scaled)
+            offer = Up(effect.tag, effect.members, values, effect.weight, {self.node: effect.steps})
+            self._offers[stream_of(effect.tag)] = effect.tag, self._outgoing(DRIVER, offer)
             self._send(DRIVER, Offered(effect.tag))
         return []
 
@@ -114,10 +131,10 @@ class Offers:
     def lost(self, peer: str) -> list[Event]:
         return []
 
-    def offer(self, tag: str) -> Up | None:
+    def offer(self, tag: str) -> Message | None:
         """What a task shall be given."""
-        offer = self._offers.get(stream_of(tag))
-        return offer if offer is not None and offer.tag == tag else None
+        newest, offer = self._offers.get(stream_of(tag), ("", None))
+        return offer if newest == tag else None
 
 
 class Desk:
@@ -209,7 +226,7 @@ def ask(directory: str, question: Message | list[Frame]) -> Message | None:
         socket.send_multipart(frames, copy=False)
         if not socket.poll(round(DESK_SECONDS * 1000)):
             return None
-        opener = Opener([Up, Taken, Nothing], Path(directory))
+        opener = Opener([Up, Packed[Up], Taken, Nothing], Path(directory))
         return opener.open([frame.buffer for frame in socket.recv_multipart(copy=False)])[1]
 
 
@@ -220,8 +237,85 @@ def _have_less_collected() -> None:
     gc.freeze()
 
 
-def fetched(tag: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:
-    """For the agents of a partition, with their directories: what they offer, times its weight."""
+class Sum:
+    """The sum of what some members give to a reduction, or the offer of one as it came."""
+
+    def __init__(self, message: Up | Packed[Up], run: str, code: _Code | None = None, *, owned: bool = False) -> None:
+        """`code` is how it shall travel, if not as it is; `owned`, that its values may be overwritten."""
+        self._message = message
+        self._run = run
+        self._code = code if isinstance(message, Up) else _Code.of(message)
+        self._owned = owned
+
+    @property
+    def up(self) -> Up:
+        """The sum in full precision."""
+        if isinstance(self._message, Packed):
+            self._message, self._owned = cast(Up, unpack(self._message)), True
+        return self._message
+
+    def plus(self, other: Sum) -> Sum:
+        """The sum of two; both are used up."""
+        one, more = self.up, other.up
+        values = one.values.add_(more.values) if self._owned else one.values + more.values
+        total = Up(one.tag, (), values, one.weight + more.weight, one.covers | more.covers)
+        return Sum(total, self._run, self._code or other._code, owned=True)
+
+    def __reduce__(self) -> Any:
+        if isinstance(self._message, Up) and self._code is not None:
+            self._message = _encoded(self._run, self._code, self._message)  # once, since it takes what was lost before
+        message = self._message
+        up = message.message if isinstance(message, Packed) else message
+        coded = (*message.values, *message.scales) if isinstance(message, Packed) else ()
+        arrays = [_array(tensor) for tensor in (up.values, *coded)]
+        return _revived, (self._run, up.tag, up.weight, up.covers, arrays)
+
+
+class _Code(NamedTuple):
+    """How a tensor of a sum is encoded: its code, and how many of its values are."""
+
+    name: str
+    encoded: int
+    length: int
+
+    @staticmethod
+    def of(packed: Packed[Up]) -> _Code:
+        (values,) = packed.values
+        return _Code(code_of(values), values.numel(), values.numel() + packed.message.values.numel())
+
+
+#: of the run that this process works for: what encodes its sums, by stream, with what they have lost
+_compressors: dict[str, dict[tuple[str, _Code], Compressor]] = {}
+
+
+def _encoded(run: str, code: _Code, total: Up) -> Up | Packed[Up]:
+    if run not in _compressors:
+        _compressors.clear()
+        _compressors[run] = {}
+    stream = stream_of(total.tag)
+    made = _compressors[run].setdefault((stream, code), Compressor(code.name, code.encoded, code.length))
+    return cast(Up | Packed[Up], made.pack(Stream("the next of the tree", stream), total))
+
+
+def _revived(run: str, tag: str, weight: float, covers: dict[str, int], arrays: list[tuple[str, Any]]) -> Sum:
+    """What `Sum.__reduce__` has taken apart."""
+    values, *coded = (_tensor(array) for array in arrays)
+    up = Up(tag, (), values, weight, covers)
+    return Sum(Packed(up, (0,), (coded[0],), (coded[1],)) if coded else up, run, owned=True)
+
+
+def _array(values: Tensor) -> tuple[str, Any]:
+    """As Spark carries it with the fewest copies: an array, of a type that there are arrays of."""
+    return str(values.dtype).removeprefix("torch."), values.detach().contiguous().view(torch.uint8).numpy()
+
+
+def _tensor(array: tuple[str, Any]) -> Tensor:
+    dtype, values = array
+    return torch.from_numpy(values).view(getattr(torch, dtype))
+
+
+def fetched(tag: str, run: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:
+    """For the agents of a partition, with their directories: what they offer."""
 
     def fetch(agents: Iterator[tuple[str, str]]) -> Iterator[Sum | None]:
         for _, directory in agents:
@@ -229,9 +323,7 @@ def fetched(tag: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | No
                 offer = ask(directory, Fetch(tag))
             except (RunError, WireError):  # where one process may not see the memory of another
                 offer = ask(directory, Fetch(tag, lend=False))
-            yield (
-                (_portable(offer.values * offer.weight), offer.weight, offer.covers) if isinstance(offer, Up) else None
-            )
+            yield Sum(offer, run) if isinstance(offer, Up | Packed) else None
 
     return fetch
 
@@ -249,18 +341,7 @@ def delivered(broadcast: Any) -> Callable[[Iterator[tuple[str, str]]], Iterator[
 
 
 def add(one: Sum | None, other: Sum | None) -> Sum | None:
-    """The sum of two sums; the first is used up."""
+    """The sum of two sums, which are used up."""
     if one is None or other is None:
         return one or other
-    values = one[0]
-    values += other[0]
-    return values, one[1] + other[1], one[2] | other[2]
-
-
-def _portable(values: Tensor) -> Any:
-    """As Spark carries it with the fewest copies: an array, for the types that there are arrays of."""
-    return values if values.dtype is torch.bfloat16 else values.numpy()
-
-
-def tensor(values: Any) -> Tensor:
-    return torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    return one.plus(other)

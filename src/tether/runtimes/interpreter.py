@@ -140,7 +140,7 @@ class Interpreter:
         self.finished = False
         self._empty = empty
         self.collectives: Exchange = collectives(
-            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty
+            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty, self._outgoing
         )
         self._recorder = recorder
         self._checked = checked
@@ -280,13 +280,16 @@ class Interpreter:
         return msgspec.structs.replace(struct, **taken) if taken else struct
 
     def _send(self, to: str, message: Message) -> None:
-        if to in self._lost:
-            return
+        if to not in self._lost:
+            self.host.send(to, self._outgoing(to, message))
+
+    def _outgoing(self, to: str, message: Message) -> Message:
+        """The message as it travels, counted as sent."""
         if self._compressor is not None:
             message = self._pack(self._compressor, to, message)
         self.meter.bytes_sent += round(message_bytes(message) * self.host.bytes_scale)
         self.meter.messages_sent += 1
-        self.host.send(to, message)
+        return message
 
     def _pack(self, compressor: Compressor, to: str, message: Message) -> Message:
         match message:

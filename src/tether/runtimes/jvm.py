@@ -86,6 +86,24 @@ def session(master: str | None = "local-cluster[3,3,1024]", settings: dict[str, 
     return builder.getOrCreate()
 
 
+def hadoop() -> tuple[Any, Any]:
+    """The JVM of this process and the settings of Hadoop's file systems there; starts one if there is no session.
+
+    A session that is made later has that JVM, so it is given the memory that a session of ours would have.
+    """
+    _import_pyspark()
+    from pyspark import SparkConf, SparkContext
+
+    context: Any = SparkContext._active_spark_context
+    if context is not None:
+        return context._jvm, context._jsc.hadoopConfiguration()
+    if SparkContext._jvm is None:
+        os.environ.setdefault("SPARK_HOME", str(home()))
+        SparkContext._ensure_initialized(conf=SparkConf().setAll(list(_settings("").items())))
+    java: Any = SparkContext._jvm
+    return java, java.org.apache.hadoop.conf.Configuration()
+
+
 def agents_each(spark: SparkSession) -> int:
     """How many agents an executor holds: one for each GPU if Spark hands those out, otherwise one."""
     return _gpus(spark) or 1

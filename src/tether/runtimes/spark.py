@@ -28,6 +28,7 @@ import cloudpickle
 import msgspec
 import torch
 
+from tether.compress import Packed
 from tether.errors import RunError, UsageError
 from tether.machine import Message, Node
 from tether.runtimes import exchange, jvm
@@ -121,10 +122,8 @@ class SparkDriver(Driver):
 
     def __init__(self, settings: Spark, plan: Plan, observer: Observer, host: str) -> None:
         self._by_jobs = plan.collective
-        if self._by_jobs and plan.compress != "none":
-            raise UsageError(f"Spark moves the bytes of this protocol itself: compress={plan.compress!r} is not for it")
-        self._types = message_types(plan.messages, compressed=False) if self._by_jobs else []
-        super().__init__(plan, observer, settings.hung_seconds, host=host, types=(Opened, Offered, *self._types))
+        types = message_types(plan.messages, compressed=plan.compress != "none") if self._by_jobs else []
+        super().__init__(plan, observer, settings.hung_seconds, host=host, types=(Opened, Offered, *types))
         self._birth = Birth(
             plan,
             self.directory,
@@ -181,17 +180,17 @@ class SparkDriver(Driver):
             case Offered(tag=tag):
                 self._offered[tag].add(sender)
                 self._reduce_if_offered(tag)
-            case Down() as down:
-                self._deliver(down)
+            case Down(members=members) | Packed(message=Down(members=members)):
+                self._deliver(members, message)
 
     def _take_death(self, death: Died) -> None:
         super()._take_death(death)
         for tag in list(self._opened):
             self._reduce_if_offered(tag)
 
-    def _deliver(self, down: Down[Any]) -> None:
-        frames = [pickle.PickleBuffer(frame) for frame in self._codec.encode(down)]  # written without a copy
-        living = partial(self._living_of, set(down.members[1:]))
+    def _deliver(self, members: tuple[str, ...], message: Message) -> None:
+        frames = [pickle.PickleBuffer(frame) for frame in self._codec.encode(message)]  # written without a copy
+        living = partial(self._living_of, set(members[1:]))
         self._jobs.submit(partial(self._jobs.broadcast, frames, living), lambda _: None)
 
     def _living_of(self, names: set[str]) -> set[str]:
@@ -206,9 +205,8 @@ class SparkDriver(Driver):
         offered = self._offered.pop(tag)
 
         def answer(total: exchange.Sum | None) -> None:
-            values, weight, covers = total or (None, 0.0, {})
-            tensor = torch.empty(0) if values is None else exchange.tensor(values)
-            self._outbox.send(members[0], Up(tag, members, tensor, weight, covers))
+            up = total.up if total is not None else Up(tag, (), torch.empty(0), 0.0, {})
+            self._outbox.send(members[0], Up(tag, members, up.values, up.weight, up.covers))
 
         self._jobs.submit(partial(self._jobs.reduce, tag, partial(self._living_of, offered)), answer)
 
@@ -520,10 +518,9 @@ class Jobs:
         """The sum of what all members offer that live."""
         total: exchange.Sum | None = None
         for _ in range(TRIES):
-            if missing := members() - set(total[2] if total else ()):
-                more = self._run(
-                    missing, exchange.fetched(tag), lambda rdd: rdd.treeAggregate(None, exchange.add, exchange.add)
-                )
+            if missing := members() - set(total.up.covers if total else ()):
+                visit = exchange.fetched(tag, self._group)
+                more = self._run(missing, visit, lambda rdd: rdd.treeAggregate(None, exchange.add, exchange.add))
                 total = exchange.add(total, more)
         return total
 
