@@ -175,6 +175,39 @@ def test_the_others_go_on_without_a_killed_executor(spark: Any, protocol: Option
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sync", ["hard", "async"])
+def test_a_tree_goes_on_when_an_executor_dies_that_has_an_aggregator(
+    spark: Any, sync: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crews: list[Agents] = []
+    start = Agents.start
+    monkeypatch.setattr(Agents, "start", lambda crew, nodes: crews.append(crew) or start(crew, nodes))
+
+    class Host(Trouble):
+        """Kills the executor that has an aggregator."""
+
+        def meter(self, meter: Meter, time_: float) -> None:
+            if not self.made_at and meter.steps >= 30 and meter.node.startswith("worker"):
+                names = {entry.read_text().strip() for entry in Path("/proc").glob("[0-9]*/comm")}
+                assert "hub" in names and not any(name.startswith("aggregator") for name in names), "none is here"
+                agent = next(agent for agent in crews[0].living.values() if agent.beside)
+                (victim,) = (
+                    pid
+                    for pid in executors(spark)
+                    for setting in Path(f"/proc/{pid}/environ").read_text().split("\0")
+                    if setting.startswith("SPARK_EXECUTOR_DIRS=") and setting.partition("=")[2] in agent.here.executor
+                )
+                self.made_at = time.monotonic()
+                os.kill(victim, signal.SIGKILL)
+
+    trouble = Host(spark, signal.SIGKILL, 30)
+    protocol = Server(sync=sync, topology="tree", fan_out=2)
+    result = train(spark, protocol, tmp_path, trouble, steps=10**6, seconds=40, evaluate_every=1e9)
+    assert trouble.told("aggregator-0 has died with its executor") < 10 and result.metrics["error"] < 0.06
+    assert result.figures["samples"] > 0 and trouble.told("has joined") > 0
+
+
+@pytest.mark.slow
 def test_an_executor_that_stands_still_for_half_a_minute_costs_only_its_share(spark: Any, tmp_path: Path) -> None:
     class Pause(Trouble):
         def meter(self, meter: Meter, time_: float) -> None:
@@ -248,7 +281,7 @@ class Caller:
 def agents(spark: Any, tmp_path: Path) -> Iterator[Agents]:
     plan = RunPlan.make(load("digits"), Averaging(), Spark(spark, 1), Request(steps=1), None)
     made = Agents(spark, Birth(plan, tmp_path, 1, host="127.0.0.1"), "", None, lambda only: None)
-    made._places = {index: Node(f"worker-{index}", "worker", True, index) for index in range(2)}
+    made.place([Node(f"worker-{index}", "worker", True, index) for index in range(2)])
     yield made
     made.close(0.1)
 
@@ -277,6 +310,20 @@ def test_an_executor_is_given_one_agent_at_a_time(agents: Agents) -> None:
     elsewhere = Caller(agents, 1, executor="another")
     assert elsewhere.answer() == Welcome(Node("worker-1", "worker", True, 1))
     for caller in (first, misplaced, elsewhere):
+        caller.socket.close()
+
+
+def test_an_aggregator_is_beside_the_first_learner_of_its_host_and_dies_with_it(agents: Agents) -> None:
+    _, *others = Server(topology="tree", fan_out=2).nodes(3)
+    agents.place(others)
+    callers = [Caller(agents, index, executor=f"executor {index}") for index in range(3)]
+    answers = [caller.answer() for caller in callers]
+    assert [[node.name for node in answer.beside] for answer in answers] == [["aggregator-0"], [], ["aggregator-1"]]
+    callers[0].socket.close()
+    assert [death.name for death in agents.news()] == ["aggregator-0", "worker-0"]  # type: ignore[union-attr]
+    again = Caller(agents, 0, executor="executor 0")
+    assert again.answer().beside == (), "its learners have turned to the hub"
+    for caller in (*callers[1:], again):
         caller.socket.close()
 
 
@@ -326,13 +373,13 @@ def test_tasks_fetch_offers_and_hand_over_broadcasts(count: int, tmp_path: Path)
         assert [type(message).__name__ for _, message in sent] == ["Offered"]
         here = [("worker-0", str(tmp_path))]
         for _ in range(2):
-            (total,) = fetched("round 1", "a run")(iter(here))
+            (total,) = fetched("round 1", 0, "a run")(iter(here))
             assert total is not None and total.up.values.tolist() == list(range(0, 2 * count, 2))
             assert total.up.weight == 2.0 and total.up.covers == {"worker-0": 5}
             del total
         assert node.memory.used_bytes == 0, "what was lent to a task has been returned"
-        assert list(fetched("round 2", "a run")(iter(here))) == [None]
-        assert list(fetched("round 1", "a run")(iter([("worker-1", str(tmp_path / "gone"))]))) == [None]
+        assert list(fetched("round 2", 0, "a run")(iter(here))) == [None]
+        assert list(fetched("round 1", 0, "a run")(iter([("worker-1", str(tmp_path / "gone"))]))) == [None]
         frames = Codec([Message]).encode(Down("round", 0, members, (), Word(torch.ones(3))))
         (tmp_path / "file").write_bytes(pickle.dumps([pickle.PickleBuffer(frame) for frame in frames], protocol=5))
         for variable in ({"value": frames, "_path": None}, {"_path": str(tmp_path / "file")}):
@@ -368,7 +415,7 @@ def test_where_memory_is_out_of_sight_offers_come_along(
     monkeypatch.setattr(PeerMemory, "borrow", refuse)
     try:
         offers.reduce(Reduce("round 1", ("hub", "worker-0"), torch.ones(10**5), 2.0, 5))
-        (total,) = fetched("round 1", "a run")(iter([("worker-0", str(tmp_path))]))
+        (total,) = fetched("round 1", 0, "a run")(iter([("worker-0", str(tmp_path))]))
         assert total is not None and total.up.values.sum() == 2 * 10**5
     finally:
         desk.close()
@@ -394,7 +441,7 @@ class Offerer:
     def offer(self, values: torch.Tensor, weight: float, steps: int) -> Sum:
         tag = f"round {next(self._number)}"
         self._offers.reduce(Reduce(tag, ("hub", self._offers.node), values, weight, steps))
-        return travelled(Sum(self._offers.offer(tag), "a run"))  # type: ignore[arg-type]
+        return travelled(Sum(self._offers.offer(tag, 0), "a run"))  # type: ignore[arg-type]
 
 
 def travelled(total: Sum) -> Sum:
@@ -445,6 +492,25 @@ def test_sums_travel_compressed_and_what_rounding_loses_comes_with_the_next(code
         first = first or float((meant - got).norm())
         assert number or first > 0, "the code loses something"
     assert float((meant - got).norm()) < 3 * first, "what is lost does not add up"
+
+
+@pytest.mark.parametrize("code", ["none", "int8"])
+def test_a_large_offer_comes_in_parts_with_its_buffers_as_they_are(code: str) -> None:
+    parameters, buffers = 5000, 300
+    vector = torch.randn(parameters + buffers, generator=torch.Generator().manual_seed(1))
+    compressor = Compressor(code, parameters, len(vector)) if code != "none" else None
+
+    def outgoing(_: str, message: Any) -> Message:
+        return compressor.pack(Stream("", f"{message.part}"), message) if compressor else message
+
+    sent: list[Any] = []
+    offers = Offers("a", lambda _, m: sent.append(m), 1.0, parameters, len(vector), outgoing=outgoing, part_bytes=8000)
+    offers.reduce(Reduce("round 1", ("hub", "a"), vector, 1.0, 1))
+    assert sent[0].parts == 4, "three of the parameters, and the buffers"
+    parts = [Sum(offers.offer("round 1", part), "a run").up.values for part in range(4)]  # type: ignore[arg-type]
+    assert offers.offer("round 1", 4) is None and max(map(len, parts)) * 4 <= 8000
+    assert torch.equal(parts[-1], vector[parameters:])
+    assert float((torch.cat(parts) - vector).abs().max()) < (0.02 if code == "int8" else 1e-9)
 
 
 def test_a_root_learns_of_a_sum_or_that_nobody_is_left() -> None:

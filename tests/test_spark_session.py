@@ -84,10 +84,45 @@ def test_executors_with_cores_for_one_exchange_at_a_time_are_told_what_to_set(
     assert "has 2 cores" in told and "set spark.executor.cores to 3" in told
 
 
-def test_a_driver_that_cannot_hold_a_reduction_is_refused(spark: Any) -> None:
-    jvm.check_room(spark, 100_000_000, 3)
-    with pytest.raises(UsageError, match=r"brings 6,000 MB to the driver.* set spark.driver.memory to 25g"):
-        jvm.check_room(spark, 2_000_000_000, 3)
+RESNET_152, VGG_A = 241_000_000, 532_000_000
+
+
+def room(gigabytes: float, limit: int = 0) -> Any:
+    """A session whose driver has a JVM of that size."""
+    runtime = SimpleNamespace(maxMemory=lambda: round(gigabytes * 2**30))
+    java = SimpleNamespace(
+        java=SimpleNamespace(lang=SimpleNamespace(Runtime=SimpleNamespace(getRuntime=lambda: runtime)))
+    )
+    conf = SimpleNamespace(getSizeAsBytes=lambda name, default: limit)
+    jsc = SimpleNamespace(sc=lambda: SimpleNamespace(conf=lambda: conf))
+    return SimpleNamespace(sparkContext=SimpleNamespace(_jsc=jsc, _jvm=java))
+
+
+def test_a_driver_of_our_default_size_holds_the_largest_models_of_the_papers() -> None:
+    for vector, workers in ((RESNET_152, 8), (VGG_A, 8), (VGG_A, 64)):
+        assert jvm.check_room(room(4), vector, workers) >= 32 * 2**20
+    assert jvm.check_room(room(1), RESNET_152, 8) < jvm.PART_BYTES_MAX, "less memory makes smaller parts"
+    assert 2 * jvm.check_room(room(4, limit=10**8), RESNET_152, 8) < 10**8, "and so does a limit on results"
+
+
+def test_a_driver_that_cannot_hold_a_reduction_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"532 MB with 8 workers take .* set spark.driver.memory to 2g"):
+        jvm.check_room(room(1), VGG_A, 8)
+    assert jvm.check_room(room(2), VGG_A, 8) > 0, "with as much as is told it is taken"
+    with pytest.raises(UsageError, match=r"maxResultSize is 2 MB: set it to 0"):
+        jvm.check_room(room(4, limit=2_000_000), VGG_A, 8)
+
+
+@pytest.mark.parametrize("workers", [1, 3, 4, 5, 8, 9, 16, 40])
+def test_it_is_known_how_many_sums_a_reduction_brings(
+    workers: int, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyspark import RDD
+
+    brought: list[int] = []
+    monkeypatch.setattr(RDD, "reduce", lambda rdd, _: brought.append(rdd.getNumPartitions()))
+    spark.sparkContext.parallelize(range(workers), workers).treeAggregate(0, max, max)
+    assert brought == [jvm._sums_brought(workers)]
 
 
 WITH_GPUS = """

@@ -105,8 +105,8 @@ class Periods(Nobody):
 
     def __init__(self) -> None:
         self._times: dict[int, list[float]] = defaultdict(list)
-        #: when what is measured has begun
-        self.began = 0.0
+        #: when what is measured has begun and ended
+        self.began = self.ended = 0.0
 
     def record(self, node: str, values: Row, now: float) -> None:
         if "round" in values or "shard" in values:
@@ -114,8 +114,11 @@ class Periods(Nobody):
             if not self.began and self._fewest() > WARM_UP:
                 self.began = time.monotonic()
 
+            if not self.ended and self._fewest() > WARM_UP + PERIODS:
+                self.ended = time.monotonic()
+
     def stop_requested(self) -> str | None:
-        return "measured" if self._fewest() > WARM_UP + PERIODS else None
+        return "measured" if self.ended else None
 
     def seconds(self) -> float:
         """Between two renewals of the whole."""
@@ -125,6 +128,25 @@ class Periods(Nobody):
 
     def _fewest(self) -> int:
         return min((len(times) for times in self._times.values()), default=0)
+
+
+class Traffic(NamedTuple):
+    """What went over a host's links: in a period, and the share of time that one direction was in use, or both."""
+
+    received_MB: float
+    sent_MB: float
+    in_use: float
+    both: float
+
+
+class Measured(NamedTuple):
+    """What a period of an exchange takes, and what goes over the driver's link meanwhile, if that is watched."""
+
+    seconds: float
+    received_MB: float | None = None
+    sent_MB: float | None = None
+    in_use: float | None = None
+    both: float | None = None
 
 
 class Look(NamedTuple):
@@ -151,20 +173,19 @@ class Watch:
         self._over.set()
         self._thread.join()
 
-    def megabytes(self, since: float, period: float) -> tuple[float, float]:
-        """Received and sent in a period, on average since then."""
-        looks = [look for look in self._looks if look.at >= since]
-        share = period / (looks[-1].at - looks[0].at) / 1e6
-        return (looks[-1].received - looks[0].received) * share, (looks[-1].sent - looks[0].sent) * share
-
-    def both(self, since: float) -> float:
-        """For how much of the time since then both directions were in use."""
-        looks = [look for look in self._looks if look.at >= since]
+    def between(self, since: float, until: float, period: float) -> Traffic:
+        """What went over the links in that time, and in a period of it on average."""
+        looks = [look for look in self._looks if since <= look.at <= until]
         spans = list(itertools.pairwise(looks))
         rates = [[(b[way] - a[way]) / (b.at - a.at) for way in (1, 2)] for a, b in spans]
         least = IN_USE * max(max(rate) for rate in rates)
-        used = sum(b.at - a.at for rate, (a, b) in zip(rates, spans, strict=True) if min(rate) > least)
-        return used / (looks[-1].at - looks[0].at)
+        seconds = looks[-1].at - looks[0].at
+        in_use, both = (
+            sum(b.at - a.at for rate, (a, b) in zip(rates, spans, strict=True) if which(rate) > least) / seconds
+            for which in (max, min)
+        )
+        received, sent = ((looks[-1][way] - looks[0][way]) * period / seconds / 1e6 for way in (1, 2))
+        return Traffic(received, sent, in_use, both)
 
     def _look(self) -> None:
         while not self._over.wait(WATCH_SECONDS):
@@ -172,17 +193,6 @@ class Watch:
             counts = [line.split(":")[1].split() for line in lines if line.split(":")[0].strip() != "lo"]
             received, sent = (sum(int(count[place]) for count in counts) for place in (0, 8))
             self._looks.append(Look(time.monotonic(), received, sent))
-
-
-class Measured(NamedTuple):
-    """What a period of an exchange takes."""
-
-    seconds: float
-    #: over the driver's link
-    received_MB: float | None = None
-    sent_MB: float | None = None
-    #: share of the time in which both directions of it are in use
-    both: float | None = None
 
 
 def spark(
@@ -290,7 +300,7 @@ def _period(megabytes: float, protocol: Options, on: Spark, watched: bool) -> Me
     taken = periods.seconds()
     if not watched:
         return Measured(taken)
-    return Measured(taken, *watch.megabytes(periods.began, taken), watch.both(periods.began))
+    return Measured(taken, *watch.between(periods.began, periods.ended, taken))
 
 
 def _medians(taken: list[Measured]) -> dict[str, float]:

@@ -19,6 +19,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +31,7 @@ import zmq
 from tether.errors import RunError
 from tether.machine import Node
 from tether.runtimes import control
-from tether.runtimes.driver import DRIVER
+from tether.runtimes.driver import DRIVER, GRACE_SECONDS
 from tether.runtimes.exchange import Desk, Offers
 from tether.runtimes.feed import Intake
 from tether.runtimes.link import Outbox
@@ -72,9 +73,10 @@ class Here(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Driver to agent: the node that it is."""
+    """Driver to agent: the node that it is, and those that it has beside itself, such as an aggregator."""
 
     node: Node
+    beside: tuple[Node, ...] = ()
 
 
 class Fenced(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -115,14 +117,50 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
 
         def follow(process: NodeProcess) -> None:
             threading.Thread(target=_follow, args=(lifeline, process, given_up), daemon=True).start()
-            if isinstance(process.exchange, Offers):
+            if process.name == node.name and isinstance(process.exchange, Offers):
                 types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
                 at_the_end.callback(Desk(process, process.exchange, directory, types).close)
 
+        for other in answer.beside:
+            at_the_end.enter_context(_Beside(birth, other, follow))
         live(birth, node, zmq.Context(), follow)
         if given_up.is_set():
             raise RunError(f"{node.name} was given up by its driver")  # so that Spark starts another
         return node.name
+
+
+class _Beside:
+    """A node in a thread of its agent, which has the same directory, so that the two share memory.
+
+    It is built before anything else goes on, since building a model seeds what is random in this process.
+    """
+
+    def __init__(self, birth: Birth, node: Node, follow: Callable[[NodeProcess], None]) -> None:
+        self._process: NodeProcess | None = None
+        self._built = threading.Event()
+        self._thread = threading.Thread(target=self._live, args=(birth, node, follow), name=node.name, daemon=True)
+
+    def _live(self, birth: Birth, node: Node, follow: Callable[[NodeProcess], None]) -> None:
+        def built(process: NodeProcess) -> None:
+            self._process = process
+            follow(process)
+            self._built.set()
+
+        try:
+            live(birth, node, zmq.Context(), built)
+        finally:
+            self._built.set()  # an error is told to the driver by `live`
+
+    def __enter__(self) -> _Beside:
+        self._thread.start()
+        self._built.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join(GRACE_SECONDS)
+        if self._process is not None and self._thread.is_alive():
+            self._process.fail(RunError("the agent has ended"))
+            self._thread.join()
 
 
 def _task() -> tuple[str, int, int]:

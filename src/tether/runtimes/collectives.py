@@ -111,20 +111,21 @@ class _Reduction:
             self.sums = [_Sum() for _ in range(parts)]
         return self.sums
 
-    def result(self, tag: str) -> Reduced:
-        """At the root: the sum over the survivors."""
-        weight = max((part.weight for part in self.sums), default=0.0)
-        totals: list[Tensor] = []
-        for part in self.sums:
-            if part.total is None or (weight and not part.weight):
-                return Reduced(tag, None, 0.0, ())
-            totals.append(part.total if part.weight == weight else part.total * (weight / part.weight))
-        if not totals:
+
+def joined(tag: str, members: tuple[str, ...], parts: list[tuple[Tensor | None, float, dict[str, int]]]) -> Reduced:
+    """A reduction whose parts have come to these sums, with their weights and who is in each."""
+    weight = max((weight for _, weight, _ in parts), default=0.0)
+    totals: list[Tensor] = []
+    for total, of_part, _ in parts:
+        if total is None or (weight and not of_part):
             return Reduced(tag, None, 0.0, ())
-        first, *others = (part.covered for part in self.sums)
-        names = tuple(name for name in self.members if name in first and all(name in other for other in others))
-        total = totals[0] if len(totals) == 1 else torch.cat(totals)
-        return Reduced(tag, total, weight, names, tuple(first[name] for name in names))
+        totals.append(total if of_part == weight else total * (weight / of_part))
+    if not totals:
+        return Reduced(tag, None, 0.0, ())
+    first, *others = (covered for _, _, covered in parts)
+    names = tuple(name for name in members if name in first and all(name in other for other in others))
+    total = totals[0] if len(totals) == 1 else torch.cat(totals)
+    return Reduced(tag, total, weight, names, tuple(first[name] for name in names))
 
 
 class _Incoming:
@@ -287,7 +288,7 @@ class Collectives:
                 return []
             del self._reductions[tag]
             self._closed.append(tag)
-            return [reduction.result(tag)]
+            return [joined(tag, reduction.members, [(s.total, s.weight, s.covered) for s in reduction.sums])]
         parent = self._parent(reduction.members)
         for index, part in enumerate(reduction.sums):
             if part.sent is None and below <= part.covered.keys():

@@ -44,7 +44,10 @@ class Came:
 
 @dataclass(frozen=True)
 class Died:
-    """A node's process is gone; `told` if it has sent its error before, `replaced` if another will come for it."""
+    """A node's process is gone.
+
+    `told` if it has sent its error before; `replaced` if another will come for it, or the run can begin without.
+    """
 
     name: str
     how: str

@@ -1,7 +1,8 @@
 """Broadcasts and reductions as Spark's own: jobs whose tasks go to the agents of their executors.
 
 A member offers what it gives to a reduction, and tells the driver so. When all have offered, the driver runs a
-treeAggregate whose tasks fetch the offers; its result goes to the root. A broadcast is a broadcast variable; a task on
+treeAggregate whose tasks fetch the offers; its result goes to the root. What is larger than the driver has room for is
+offered and reduced in parts. A broadcast is a broadcast variable; a task on
 each executor tells the agent there in which file Spark has put it, since a running task cannot be given one. Members
 and tasks meet at the agent's desk, a socket in its directory, and what is offered is lent in shared memory.
 
@@ -16,6 +17,7 @@ lost, and adds it to the next that it sends.
 from __future__ import annotations
 
 import gc
+import math
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -50,15 +52,17 @@ class Opened(Message, frozen=True):
 
 
 class Offered(Message, frozen=True):
-    """Member to driver: its part of a reduction can be fetched."""
+    """Member to driver: what it gives to a reduction can be fetched, in so many parts."""
 
     tag: str
+    parts: int
 
 
 class Fetch(Message, frozen=True):
     """Task to agent: what do you give to this reduction? If `lend`, it may stay where it is."""
 
     tag: str
+    part: int
     lend: bool = True
 
 
@@ -90,14 +94,23 @@ class Offers:
         length: int = 0,
         empty: Empty = torch.empty,
         outgoing: Callable[[str, Message], Message] = lambda to, message: message,
+        *,
+        part_bytes: float = math.inf,
     ) -> None:
-        """`empty` makes tensors that can be lent; `outgoing` gives a message as it travels."""
+        """`empty` makes tensors that can be lent; `outgoing` gives a message as it travels.
+
+        `length` is that of the vector, whose buffers begin at `parameter_count`. Offers of more than `part_bytes` are
+        cut.
+        """
         self.node = node
         self._send = send
+        self._parameter_count = parameter_count
+        self._length = length
+        self._part_bytes = part_bytes
         self._empty = empty
         self._outgoing = outgoing
-        #: the newest of each stream: its tag, and as it travels
-        self._offers: dict[str, tuple[str, Message]] = {}
+        #: the newest of each stream: its tag, and its parts as they travel
+        self._offers: dict[str, tuple[str, list[Message]]] = {}
         self._numbers: dict[str, int] = {}
 
     def broadcast(self, effect: Broadcast) -> None:
@@ -112,10 +125,19 @@ class Offers:
             if effect.weight != 1.0:
                 scaled = self._empty(len(values), dtype=values.dtype, device=values.device)
                 values = torch.mul(values, effect.weight, out=scaled)
-            offer = Up(effect.tag, effect.members, values, effect.weight, {self.node: effect.steps})
-            self._offers[stream_of(effect.tag)] = effect.tag, self._outgoing(DRIVER, offer)
-            self._send(DRIVER, Offered(effect.tag))
+            pieces, told = self._cut(values), (effect.weight, {self.node: effect.steps})
+            ups = [Up(effect.tag, effect.members, piece, *told, part, len(pieces)) for part, piece in enumerate(pieces)]
+            self._offers[stream_of(effect.tag)] = effect.tag, [self._outgoing(DRIVER, up) for up in ups]
+            self._send(DRIVER, Offered(effect.tag, len(ups)))
         return []
+
+    def _cut(self, values: Tensor) -> list[Tensor]:
+        size = values.numel() * values.element_size()
+        if size <= self._part_bytes:
+            return [values]
+        if 0 < self._parameter_count < self._length == values.numel():  # buffers are not encoded as parameters are
+            return [*self._cut(values[: self._parameter_count]), values[self._parameter_count :]]
+        return list(values.tensor_split(math.ceil(size / self._part_bytes)))
 
     def receive(self, message: Any) -> list[Event]:
         if isinstance(message, Up):
@@ -131,10 +153,10 @@ class Offers:
     def lost(self, peer: str) -> list[Event]:
         return []
 
-    def offer(self, tag: str) -> Message | None:
+    def offer(self, tag: str, part: int) -> Message | None:
         """What a task shall be given."""
-        newest, offer = self._offers.get(stream_of(tag), ("", None))
-        return offer if newest == tag else None
+        newest, parts = self._offers.get(stream_of(tag), ("", []))
+        return parts[part] if newest == tag and part < len(parts) else None
 
 
 class Desk:
@@ -182,8 +204,8 @@ class Desk:
 
     def _offer(self, fetch: Fetch) -> list[Frame]:
         with self._process.lock:
-            offer = self._offers.offer(fetch.tag) or Nothing()
-        memory, to = self._process.memory, f"tasks of {stream_of(fetch.tag)}"
+            offer = self._offers.offer(fetch.tag, fetch.part) or Nothing()
+        memory, to = self._process.memory, f"tasks of {stream_of(fetch.tag)} {fetch.part}"
         memory.forget(to)  # a task that was killed has returned nothing
         lend = partial(memory.lend, to) if fetch.lend else _lend_nothing
         return enveloped(self._answers, self._offers.node, offer, lend)
@@ -258,7 +280,7 @@ class Sum:
         """The sum of two; both are used up."""
         one, more = self.up, other.up
         values = one.values.add_(more.values) if self._owned else one.values + more.values
-        total = Up(one.tag, (), values, one.weight + more.weight, one.covers | more.covers)
+        total = Up(one.tag, (), values, one.weight + more.weight, one.covers | more.covers, one.part)
         return Sum(total, self._run, self._code or other._code, owned=True)
 
     def __reduce__(self) -> Any:
@@ -268,7 +290,7 @@ class Sum:
         up = message.message if isinstance(message, Packed) else message
         coded = (*message.values, *message.scales) if isinstance(message, Packed) else ()
         arrays = [_array(tensor) for tensor in (up.values, *coded)]
-        return _revived, (self._run, up.tag, up.weight, up.covers, arrays)
+        return _revived, (self._run, (up.tag, up.weight, up.covers, up.part), arrays)
 
 
 class _Code(NamedTuple):
@@ -292,15 +314,16 @@ def _encoded(run: str, code: _Code, total: Up) -> Up | Packed[Up]:
     if run not in _compressors:
         _compressors.clear()
         _compressors[run] = {}
-    stream = stream_of(total.tag)
+    stream = f"{stream_of(total.tag)} {total.part}"
     made = _compressors[run].setdefault((stream, code), Compressor(code.name, code.encoded, code.length))
     return cast(Up | Packed[Up], made.pack(Stream("the next of the tree", stream), total))
 
 
-def _revived(run: str, tag: str, weight: float, covers: dict[str, int], arrays: list[tuple[str, Any]]) -> Sum:
+def _revived(run: str, told: tuple[str, float, dict[str, int], int], arrays: list[tuple[str, Any]]) -> Sum:
     """What `Sum.__reduce__` has taken apart."""
     values, *coded = (_tensor(array) for array in arrays)
-    up = Up(tag, (), values, weight, covers)
+    tag, weight, covers, part = told
+    up = Up(tag, (), values, weight, covers, part)
     return Sum(Packed(up, (0,), (coded[0],), (coded[1],)) if coded else up, run, owned=True)
 
 
@@ -314,15 +337,15 @@ def _tensor(array: tuple[str, Any]) -> Tensor:
     return torch.from_numpy(values).view(getattr(torch, dtype))
 
 
-def fetched(tag: str, run: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:
-    """For the agents of a partition, with their directories: what they offer."""
+def fetched(tag: str, part: int, run: str) -> Callable[[Iterator[tuple[str, str]]], Iterator[Sum | None]]:
+    """For the agents of a partition, with their directories: what they offer as that part."""
 
     def fetch(agents: Iterator[tuple[str, str]]) -> Iterator[Sum | None]:
         for _, directory in agents:
             try:
-                offer = ask(directory, Fetch(tag))
+                offer = ask(directory, Fetch(tag, part))
             except (RunError, WireError):  # where one process may not see the memory of another
-                offer = ask(directory, Fetch(tag, lend=False))
+                offer = ask(directory, Fetch(tag, part, lend=False))
             yield Sum(offer, run) if isinstance(offer, Up | Packed) else None
 
     return fetch

@@ -21,6 +21,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib.util
+import math
 import os
 import pickle
 import shutil
@@ -40,8 +41,14 @@ if TYPE_CHECKING:
 
 #: of an executor: an agent, a reduction and a broadcast
 CORES = 3
-#: how often the JVM of a driver holds what a reduction brings, on its way
-COPIES = 4
+#: how often the JVM of a driver holds what a reduction brings, on its way, and what a broadcast takes away
+COPIES, COPIES_SENT = 4, 2
+#: as much of a JVM's memory is for that
+ROOM_SHARE = 0.8
+#: how many jobs bring sums to a driver at a time
+REDUCTIONS = 2
+#: how much of a vector is reduced in one job: at most, for more only takes memory, and at least, for less takes time
+PART_BYTES_MAX, PART_BYTES_MIN = 64 * 1024**2, 4 * 1024**2
 #: how long executors may take to register
 START_SECONDS = 120.0
 
@@ -208,23 +215,35 @@ def check_session(spark: SparkSession, workers: int) -> str:
     return ""
 
 
-def check_room(spark: SparkSession, vector_bytes: int, workers: int) -> None:
-    """Refuse a session whose driver cannot hold what a reduction brings it."""
+def check_room(spark: SparkSession, vector_bytes: int, workers: int) -> int:
+    """How much of a vector the driver has room for in one reduction; refuse a session whose driver has too little."""
     jsc: Any = spark.sparkContext._jsc
-    brought = vector_bytes * workers
+    java: Any = spark.sparkContext._jvm
+    sums = _sums_brought(workers)
+    least = min(vector_bytes, PART_BYTES_MIN)
     allowed = jsc.sc().conf().getSizeAsBytes("spark.driver.maxResultSize", "1g")
-    if 0 < allowed < 1.1 * brought:
+    if 0 < allowed < 1.1 * sums * least:
         raise UsageError(
-            f"a reduction brings {brought / 1e6:,.0f} MB to the driver, and spark.driver.maxResultSize is "
+            f"a reduction brings {sums * least / 1e6:,.0f} MB to the driver, and spark.driver.maxResultSize is "
             f"{allowed / 1e6:,.0f} MB: set it to 0, which is no limit"
         )
-    java: Any = spark.sparkContext._jvm
     memory = java.java.lang.Runtime.getRuntime().maxMemory()
-    if memory < COPIES * brought:
+    sent = COPIES_SENT * vector_bytes
+    part = (ROOM_SHARE * memory - sent) / (REDUCTIONS * COPIES * sums)
+    if part < least:
+        needed = (sent + REDUCTIONS * COPIES * sums * least) / ROOM_SHARE
         raise UsageError(
-            f"a reduction brings {brought / 1e6:,.0f} MB to the driver, whose JVM has {memory / 1e6:,.0f} MB and needs "
-            f"{COPIES} times as much: set spark.driver.memory to {-(-COPIES * brought // 10**9) + 1}g"
+            f"exchanges of a model of {vector_bytes / 1e6:,.0f} MB with {workers} workers take {needed / 1e6:,.0f} MB "
+            f"of the driver's JVM, which has {memory / 1e6:,.0f} MB: "
+            f"set spark.driver.memory to {-(-needed // 2**30):.0f}g"
         )
+    return int(min(part, allowed / 1.1 / sums if allowed else part, PART_BYTES_MAX))
+
+
+def _sums_brought(workers: int) -> int:
+    """How many sums treeAggregate brings to the driver, for as many partitions; see pyspark's, with depth 2."""
+    scale = max(math.ceil(math.sqrt(workers)), 2)
+    return max(1, int(workers / scale)) if workers > scale + workers / scale else workers
 
 
 def _import_pyspark() -> None:

@@ -34,7 +34,7 @@ from tether.machine import Message, Node
 from tether.runtimes import exchange, jvm
 from tether.runtimes.agent import NONCE_BYTES, Feeding, Fenced, Here, Meeting, Welcome, be_agent, framed
 from tether.runtimes.base import Observer, Outcome, Plan
-from tether.runtimes.collectives import Collectives, Down, Up
+from tether.runtimes.collectives import Collectives, Down, Up, joined
 from tether.runtimes.driver import Came, Crew, Died, Driver, check_processes
 from tether.runtimes.exchange import Offered, Offers, Opened
 from tether.runtimes.feed import NONE
@@ -95,12 +95,13 @@ class Spark:
         if plan.record:
             raise UsageError("a run on Spark cannot be recorded: its nodes do not share the run's directory")
         advice = jvm.check_session(self.session, self.workers)
+        part_bytes = 0
         if plan.collective:
             if advice:
                 observer.note(advice)
-            jvm.check_room(self.session, plan.vector_bytes, self.workers)
+            part_bytes = jvm.check_room(self.session, plan.vector_bytes, self.workers)
         host = socket.gethostbyname(self.session.sparkContext.getConf().get("spark.driver.host", "localhost"))
-        driver = SparkDriver(self, plan, observer, host)
+        driver = SparkDriver(self, plan, observer, host, part_bytes)
         try:
             return driver.execute()
         finally:
@@ -120,7 +121,8 @@ class Spark:
 class SparkDriver(Driver):
     """One run: its hub is a child of this process, its workers are agents; exchanges may be jobs."""
 
-    def __init__(self, settings: Spark, plan: Plan, observer: Observer, host: str) -> None:
+    def __init__(self, settings: Spark, plan: Plan, observer: Observer, host: str, part_bytes: int) -> None:
+        """`part_bytes` is as much as is reduced of an offer in one job."""
         self._by_jobs = plan.collective
         types = message_types(plan.messages, compressed=plan.compress != "none") if self._by_jobs else []
         super().__init__(plan, observer, settings.hung_seconds, host=host, types=(Opened, Offered, *types))
@@ -130,22 +132,24 @@ class SparkDriver(Driver):
             settings.threads,
             keys=self.keys,
             host=host,
-            collectives=Offers if self._by_jobs else Collectives,
+            collectives=partial(Offers, part_bytes=part_bytes) if self._by_jobs else Collectives,
         )
         source = plan.source
         feeding = Feeding(source.fields, settings.memory_mb) if source is not None else None
         self._agents = Agents(settings.session, self._birth, self.address, feeding, self._feed)
         self._jobs = Jobs(settings.session, self._agents, observer.note)
         self._codec = Codec([Message])
-        #: reductions: who takes part, and who has offered so far
+        #: reductions: who takes part, and who has offered so far, each in how many parts
         self._opened: dict[str, tuple[str, ...]] = {}
-        self._offered: defaultdict[str, set[str]] = defaultdict(set)
+        self._offered: defaultdict[str, dict[str, int]] = defaultdict(dict)
 
     def execute(self) -> Outcome:
         nodes = self._plan.nodes
-        crews: list[tuple[Crew, list[Node]]] = [(self._agents, [node for node in nodes if node.computes])]
-        if beside := [node for node in nodes if not node.computes]:
-            crews.append((Children(self._birth), beside))
+        hosts = {node.host for node in nodes if node.computes and node.host}
+        on_executors = [node for node in nodes if node.computes or node.host in hosts]
+        crews: list[tuple[Crew, list[Node]]] = [(self._agents, on_executors)]
+        if here := [node for node in nodes if node not in on_executors]:
+            crews.append((Children(self._birth), here))
         return self.run(crews)
 
     def close(self) -> None:
@@ -177,8 +181,8 @@ class SparkDriver(Driver):
             case Opened(tag=tag, members=members):
                 self._opened[tag] = members
                 self._reduce_if_offered(tag)
-            case Offered(tag=tag):
-                self._offered[tag].add(sender)
+            case Offered(tag=tag, parts=parts):
+                self._offered[tag][sender] = parts
                 self._reduce_if_offered(tag)
             case Down(members=members) | Packed(message=Down(members=members)):
                 self._deliver(members, message)
@@ -199,16 +203,20 @@ class SparkDriver(Driver):
 
     def _reduce_if_offered(self, tag: str) -> None:
         members = self._opened.get(tag, ())
-        if not members or not set(members[1:]) & self._living <= self._offered[tag]:
+        if not members or not set(members[1:]) & self._living <= self._offered[tag].keys():
             return
         del self._opened[tag]
         offered = self._offered.pop(tag)
 
-        def answer(total: exchange.Sum | None) -> None:
-            up = total.up if total is not None else Up(tag, (), torch.empty(0), 0.0, {})
-            self._outbox.send(members[0], Up(tag, members, up.values, up.weight, up.covers))
+        def answer(parts: list[Up | None]) -> None:
+            sums = [(up.values, up.weight, up.covers) if up is not None else (None, 0.0, {}) for up in parts]
+            found = joined(tag, members, sums)
+            values = found.total if found.total is not None else torch.empty(0)
+            covers = dict(zip(found.contributors, found.steps, strict=True))
+            self._outbox.send(members[0], Up(tag, members, values, found.weight, covers))
 
-        self._jobs.submit(partial(self._jobs.reduce, tag, partial(self._living_of, offered)), answer)
+        living = partial(self._living_of, set(offered))
+        self._jobs.submit(partial(self._jobs.reduce, tag, max(offered.values(), default=0), living), answer)
 
 
 @dataclass
@@ -218,8 +226,15 @@ class _Agent:
     node: Node
     here: Here
     lifeline: socket.socket
+    #: the nodes that it has beside its own
+    beside: tuple[Node, ...] = ()
     #: where it runs, as soon as that has been asked
     executor: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Of all nodes that die with it, its own last."""
+        return [*(node.name for node in self.beside), self.node.name]
 
 
 class Agents:
@@ -228,6 +243,9 @@ class Agents:
     Each place has a job of one task that prefers an executor which has no agent, and takes one core of it. Where Spark
     has put it elsewhere, beside another agent, which mostly is because its executor has died, the driver sends it away;
     the job ends, and the next one for this place waits for an executor that is free.
+
+    A node that does not compute, such as an aggregator, is had by the agent of the first worker of its host, and dies
+    with it. Who comes for that agent has no such node: protocols go on without.
     """
 
     def __init__(
@@ -257,6 +275,8 @@ class Agents:
         #: who has not said yet which agent it is: what was sent to it, and what came
         self._strangers: dict[socket.socket, tuple[bytes, bytearray]] = {}
         self._places: dict[int, Node] = {}
+        #: who is beside the first agent of each place
+        self._beside: dict[int, tuple[Node, ...]] = {}
         self.living: dict[str, _Agent] = {}
         self._news: list[Came | Died] = []
         self._failure = ""
@@ -272,12 +292,21 @@ class Agents:
     def start(self, nodes: Iterable[Node]) -> None:
         from pyspark import InheritableThread
 
-        self._places = {node.index: node for node in nodes}
+        self.place(list(nodes))
         birth = replace(self._birth, driver=self._driver)
         self._sent = self._context.broadcast(cloudpickle.dumps((birth, self.meeting, self._feeding)))
         for index in self._places:
             self._threads.append(InheritableThread(target=self._keep, args=(index,), daemon=True))
             self._threads[-1].start()
+
+    def place(self, nodes: list[Node]) -> None:
+        """Settle which agent has which of the nodes."""
+        self._places = {node.index: node for node in nodes if node.computes}
+        firsts = {node.host: index for index, node in sorted(self._places.items(), reverse=True)}
+        for node in nodes:
+            if not node.computes:
+                index = firsts[node.host]
+                self._beside[index] = (*self._beside.get(index, ()), node)
 
     def _keep(self, index: int) -> None:
         """Have an agent in this place until the run is over."""
@@ -335,10 +364,10 @@ class Agents:
         return news
 
     def end(self, name: str) -> None:
-        self._part(self.living[name], "is given up")
+        self._part(next(agent for agent in self.living.values() if name in agent.names), "is given up")
 
     def output(self, name: str) -> str:
-        if name in self.living:
+        if any(name in agent.names for agent in self.living.values()):
             return ""
         return (
             f"Spark has brought up {len(self.living)} of {len(self._places)} agents: is another run holding executors?"
@@ -407,18 +436,19 @@ class Agents:
             self._send_away(lifeline)
             return
         node = self._places.get(here.index)
-        beside = sum(agent.here.executor == here.executor for agent in self.living.values())
-        full = beside >= jvm.agents_each(self._session)
+        neighbours = sum(agent.here.executor == here.executor for agent in self.living.values())
+        full = neighbours >= jvm.agents_each(self._session)
         if node is None or self._over.is_set() or node.name in self.living or full:
             reason = "its executor has an agent already" if full else "its place is taken"
             lifeline.send(framed(msgspec.msgpack.encode(Fenced(reason))))
             self._send_away(lifeline)
             return
         del self._strangers[lifeline]
-        self.living[node.name] = _Agent(node, here, lifeline)
+        beside = self._beside.pop(here.index, ())
+        self.living[node.name] = _Agent(node, here, lifeline, beside)
         if node.life > 1:
             self._news.append(Came(node))
-        lifeline.send(framed(msgspec.msgpack.encode(Welcome(node))))
+        lifeline.send(framed(msgspec.msgpack.encode(Welcome(node, beside))))
         if self._feeding is not None and (self._fed or len(self.living) == len(self._places)):
             self._feed([here.index] if self._fed else None)
             self._fed = True
@@ -434,7 +464,7 @@ class Agents:
         agent.lifeline.close()
         del self.living[agent.node.name]
         self._places[agent.node.index] = agent.node.successor()
-        self._news.append(Died(agent.node.name, how, replaced=True))
+        self._news += [Died(name, how, replaced=True) for name in agent.names]
 
     # ---- where they are ----
 
@@ -479,6 +509,8 @@ class Jobs:
         self._pending: list[Future[None]] = []
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        #: held by what brings sums to the driver
+        self._room = threading.BoundedSemaphore(jvm.REDUCTIONS)
         self._placed: tuple[frozenset[str], RDD[tuple[str, str]]] | None = None
         self._over = False
 
@@ -514,15 +546,19 @@ class Jobs:
                 reached |= set(self._run(missing, exchange.delivered(variable), lambda rdd: rdd.collect()) or ())
         variable.destroy()
 
-    def reduce(self, tag: str, members: Callable[[], set[str]]) -> exchange.Sum | None:
-        """The sum of what all members offer that live."""
+    def reduce(self, tag: str, parts: int, members: Callable[[], set[str]]) -> list[Up | None]:
+        """The sums of what all members offer that live, part by part; None of a part that nobody has brought."""
+        return [self._reduce_part(tag, part, members) for part in range(parts)]
+
+    def _reduce_part(self, tag: str, part: int, members: Callable[[], set[str]]) -> Up | None:
         total: exchange.Sum | None = None
-        for _ in range(TRIES):
-            if missing := members() - set(total.up.covers if total else ()):
-                visit = exchange.fetched(tag, self._group)
-                more = self._run(missing, visit, lambda rdd: rdd.treeAggregate(None, exchange.add, exchange.add))
-                total = exchange.add(total, more)
-        return total
+        with self._room:
+            for _ in range(TRIES):
+                if missing := members() - set(total.up.covers if total else ()):
+                    visit = exchange.fetched(tag, part, self._group)
+                    more = self._run(missing, visit, lambda rdd: rdd.treeAggregate(None, exchange.add, exchange.add))
+                    total = exchange.add(total, more)
+        return total.up if total is not None else None
 
     def _run(self, names: set[str], visit: Any, action: Callable[[RDD[Any]], Any]) -> Any:
         """A job whose tasks visit these agents, each on its own executor; None if it failed or took too long."""
