@@ -18,6 +18,9 @@ from tether.hosts import Host, hosts, standalone
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
 
+#: a driver, its session and its agents must have started within it, however busy the machine is
+START_SECONDS = 900
+
 TRAIN = """
 import sys
 import tether
@@ -81,14 +84,14 @@ def test_a_driver_that_was_killed_is_continued_on_another_host_by_a_url(tmp_path
         words = ["--on", "spark", "-n", "2", "-p", "mpca", "--epochs", "100000", "--checkpoint-seconds", "2"]
         driver = tether(places[3], "one", "train", "digits", *words, "--checkpoints", url)
         folder = tmp_path / "shared" / "run" / "checkpoints"
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + START_SECONDS
         while not list(folder.glob("at-*")) and driver.poll() is None and time.monotonic() < deadline:
             time.sleep(0.5)
         driver.kill()
         driver.communicate()
         saved = max(int(path.name.split("-")[1]) for path in folder.glob("at-*"))
         again = tether(places[4], "another", "resume", url, "--seconds", "10", "--json")
-        figures = json.loads(again.communicate(timeout=300)[0])
+        figures = json.loads(again.communicate(timeout=START_SECONDS)[0])
     assert figures["workers"] == 2 and figures["samples"] > saved > 0 and figures["metrics"]["error"] < 0.1
     assert max(int(path.name.split("-")[1]) for path in folder.glob("at-*")) == figures["samples"]
 
