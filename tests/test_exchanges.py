@@ -31,3 +31,4 @@ def test_a_run_is_measured_when_every_shard_has_been_renewed_often_enough() -> N
         for shard in range(3):
             periods.record("hub", {"shard": shard}, 2.0 * number + shard)
     assert number == 7 and periods.seconds() == pytest.approx(2.0) and 0 < periods.began <= periods.ended
+    assert periods.watched_seconds() == pytest.approx((periods.ended - periods.began) / 4)

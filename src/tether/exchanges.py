@@ -107,10 +107,13 @@ class Periods(Nobody):
         self._times: dict[int, list[float]] = defaultdict(list)
         #: when what is measured has begun and ended
         self.began = self.ended = 0.0
+        #: renewals of a piece meanwhile
+        self._meanwhile = 0
 
     def record(self, node: str, values: Row, now: float) -> None:
         if "round" in values or "shard" in values:
             self._times[int(str(values.get("shard", 0)))].append(now)
+            self._meanwhile += bool(self.began and not self.ended)
             if not self.began and self._fewest() > WARM_UP:
                 self.began = time.monotonic()
 
@@ -125,6 +128,10 @@ class Periods(Nobody):
         return statistics.median(
             (times[-1] - times[WARM_UP]) / (len(times) - 1 - WARM_UP) for times in self._times.values()
         )
+
+    def watched_seconds(self) -> float:
+        """Of the time that is watched, what one renewal of the whole has taken."""
+        return (self.ended - self.began) * len(self._times) / self._meanwhile
 
     def _fewest(self) -> int:
         return min((len(times) for times in self._times.values()), default=0)
@@ -300,7 +307,7 @@ def _period(megabytes: float, protocol: Options, on: Spark, watched: bool) -> Me
     taken = periods.seconds()
     if not watched:
         return Measured(taken)
-    return Measured(taken, *watch.between(periods.began, periods.ended, taken))
+    return Measured(taken, *watch.between(periods.began, periods.ended, periods.watched_seconds()))
 
 
 def _medians(taken: list[Measured]) -> dict[str, float]:
