@@ -183,7 +183,7 @@ def hub(options: Elastic, workers: int = 3, **schedule: Any) -> ElasticHub:
 
 
 def difference(steps: int = 4, wait: float = 0.05, step: float = 0.1) -> Difference:
-    return Difference(torch.ones(3), torch.zeros(0), steps, steps * 16, step, wait, wait)
+    return Difference(torch.ones(3), torch.zeros(0), steps, step, wait, wait)
 
 
 def answers(effects: list[Effect]) -> dict[str, Centre]:
@@ -259,12 +259,12 @@ def test_a_death_in_the_middle_of_an_exchange_leaves_the_centre_whole() -> None:
 
 def test_only_what_is_left_to_make_is_handed_out() -> None:
     machine = hub(Elastic(tau=4), workers=2, steps=5)
-    making = {w: answers(machine.handle(Received(w, Ask(first=True)), 0.0))[w].tau for w in ("worker-0", "worker-1")}
+    making = {w: len(machine.pace.ledger.held[w]) for w in ("worker-0", "worker-1")}
     made = 0
     while not machine.pace.over:
         worker = max(making, key=lambda name: (making[name], name))
         made += making[worker]
-        told = answers(machine.handle(Received(worker, Ask()), 1.0))[worker].tau
+        told = len(answers(machine.handle(Received(worker, Ask()), 1.0))[worker].batches)
         machine.handle(Received(worker, difference(steps=making[worker])), 1.1)
         making[worker] = told
     assert made == 10, "two workers, five steps each"

@@ -864,7 +864,7 @@ def test_a_worker_may_die_at_any_time(phases: Any) -> None:
         if i % 3 == 2:
             faults = Faults().restart("worker-0", at=at, seconds=0.1)
         outcome, rows = simulate(Mpca(phases=phases), dataclasses.replace(sim, faults=faults), steps=40, seed=i)
-        assert outcome.reason == "all steps made", f"death at {at}"
+        assert outcome.reason.startswith("all steps made"), f"death at {at}"
         assert float(outcome.weights.square().mean()) < 0.3, f"death at {at}"
         assert rows[-1]["workers"] == (2 if i % 3 == 1 else 4 if i % 3 == 2 else 3), f"death at {at}"
         for name in ("worker-1", "worker-3"):
@@ -925,7 +925,7 @@ def test_all_may_die_and_one_come_back() -> None:
     faults = Faults().restart("worker-2", at=4.0, seconds=2.0).crash("worker-0", at=4.0).crash("worker-1", at=4.05)
     sim = Sim(workers=3, link="1mbit", step_seconds=0.1, faults=faults)
     outcome, rows = simulate(Mpca(), sim, steps=100)
-    assert outcome.reason == "all steps made" and outcome.lost == {"worker-0", "worker-1", "worker-2"}
+    assert outcome.reason.startswith("all steps made") and outcome.lost == {"worker-0", "worker-1", "worker-2"}
     assert [row["workers"] for row in rows[-3:]] == [1, 1, 1]
     assert float(outcome.weights.square().mean()) < 0.05
     cycles = {shard: [row["cycle"] for row in rows if row["shard"] == shard] for shard in range(3)}

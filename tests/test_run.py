@@ -33,6 +33,7 @@ from tether import (
 )
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
+from tether.task import Length
 from tether.testing import Blobs, largest_difference, train_quietly
 from tether.trace import Meter
 from tether.vector import Vector, digest
@@ -82,7 +83,7 @@ def test_the_error_of_a_run_in_the_background_comes_out_where_it_is_looked_at(tm
 class Scheduled(Blobs):
     """Its learning rate falls by half every ten steps."""
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.5)
 
 

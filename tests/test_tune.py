@@ -21,7 +21,7 @@ from tether import Averaging, Elastic, Local, Sim, cells, cli, tasks, tune
 from tether.errors import TaskError, UsageError
 from tether.protocols import Mpca
 from tether.protocols.elastic import ElasticHub
-from tether.task import SyntheticTask
+from tether.task import Length, SyntheticTask
 from tether.testing import Blobs
 from tether.tune import Point, Tuning, parse_alphas, reduced
 
@@ -72,7 +72,7 @@ class Own(Blobs):
         self.seen = True
         return super().train_data()
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> Any:
         return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
@@ -88,7 +88,7 @@ def test_a_reduced_task_is_the_same_but_for_its_training_data() -> None:
     model = part.model()
     assert part.evaluate(model) == whole.evaluate(model), "it evaluates on the training data, all of it"
     assert isinstance(part.optimizer(model), torch.optim.SGD)
-    assert isinstance(part.scheduler(part.optimizer(model)), torch.optim.lr_scheduler.ConstantLR)
+    assert isinstance(part.scheduler(part.optimizer(model), Length(10, 5.0, 1)), torch.optim.lr_scheduler.ConstantLR)
 
 
 def test_the_part_follows_from_the_seed_here_and_in_other_processes() -> None:

@@ -10,16 +10,18 @@ import copy
 import inspect
 import math
 import time
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import LARGE, rows_of
-from tether.task import SyntheticTask, Task, describe_error
+from tether.task import Length, SyntheticTask, Task, describe_error
 from tether.twin import Twin
 from tether.vector import Empty, Shared, Vector, put_gradient
 
@@ -29,6 +31,10 @@ ELEMENTWISE = {
     for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 }
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
+
+
+#: of a learner that belongs to no run
+UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
 
 
 class Learner:
@@ -41,11 +47,12 @@ class Learner:
         *,
         node: str,
         seed: int,
+        length: Length = UNKNOWN,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`device`: where gradients are computed, if not where the model is made."""
+        """`length`: of the run, for the schedule; `device`: where gradients are computed, if not at the model."""
         self.task = task
         self.node = node
         self.model = build_model(task, seed)
@@ -89,10 +96,18 @@ class Learner:
         ]
         self._dense = [(p, self._packed(start)) for p, start in places if start not in by_rows]
         self._empty = empty
-        self.scheduler = task.scheduler(self.optimizer)
+        self._length = length
+        self.scheduler = task.scheduler(self.optimizer, length)
+        #: how many steps of the run the schedule has gone, and how far the run is
+        self._scheduled = 0
+        self._position = 0
         self._batches = batches
         self._steps = 0
         self.load_seconds = 0.0
+
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        self._position = position
+        self._batches.seek(batch, upcoming)  # type: ignore[attr-defined]
 
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         self._steps += 1
@@ -136,7 +151,10 @@ class Learner:
             raise self._error(f"the loss became {value}", remedy, Diverged)
         return value
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), position: int | None = None
+    ) -> None:
+        self._follow_schedule(self._position if position is None else position)
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
             self._show(gradient.to(self.weights), touched)
@@ -162,8 +180,17 @@ class Learner:
                 run.grad = run_gradient
             for part, rows in zip(self._rows, own[1], strict=True):
                 part.touched, part.values = rows
-        if self.scheduler is not None:
-            self.scheduler.step()
+
+    def _follow_schedule(self, position: int) -> None:
+        """Have the learning rate that the schedule gives where the run is."""
+        if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
+            return
+        step = min(position // self._length.workers, self._length.steps - 1)
+        while self._scheduled < step:
+            self._scheduled += 1
+            with warnings.catch_warnings():  # whoever comes late goes through the schedule before it steps
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.scheduler.step()
 
     def load_gradient(self, gradient: Tensor) -> None:
         self.vector.gradient.copy_(gradient)
@@ -241,17 +268,12 @@ class Learner:
             part.drop()
 
     def state(self) -> dict[str, Any]:
-        return copy.deepcopy(
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else {},
-            }
-        )
+        return copy.deepcopy({"optimizer": self.optimizer.state_dict()})
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        # rates and the like are the task's; where the run is in its schedule follows from its position
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
 
     def _error(self, what: str, remedy: str, kind: type[TaskError] = TaskError) -> TaskError:
         return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
@@ -278,6 +300,9 @@ class SyntheticLearner:
         self._empty = empty
         self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
 
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        """Every mini-batch is the same bowl."""
+
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         if fresh:
             self._gradient = self._empty(self.parameter_count, dtype=self.weights.dtype)
@@ -285,7 +310,9 @@ class SyntheticLearner:
         given = self._gradient[:0] if wanted == "step" else self._gradient
         return Taken(given, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size)
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), position: int | None = None
+    ) -> None:
         self.weights.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
 
     def load_gradient(self, gradient: Tensor) -> None:

@@ -141,18 +141,30 @@ Wanted = Literal["step", "flat", "rows"]
 
 
 class Compute(Effect, frozen=True):
-    """Take the gradient of the next mini-batch at the weights as they are now."""
+    """Take the gradient of a mini-batch at the weights as they are now.
+
+    `batch` is its number in the run's sequence of mini-batches; `upcoming` are those that this node is likely to take
+    next, so that they can be loaded ahead. `position` is how far the run is, in mini-batches: a step with this gradient
+    has the learning rate that the schedule gives there.
+    """
 
     wanted: Wanted = "step"
     fresh: bool = False
+    batch: int = 0
+    upcoming: tuple[int, ...] = ()
+    position: int = 0
 
 
 class Step(Effect, frozen=True):
-    """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once."""
+    """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once.
+
+    `position` is how far the run is, in mini-batches, for the schedule; without it, the position of the last `Compute`.
+    """
 
     gradient: Tensor | None = None
     rate: float = 1.0
     touched: tuple[Tensor, ...] = ()
+    position: int | None = None
 
 
 class Install(Effect, frozen=True):
@@ -315,14 +327,30 @@ class Node:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far a run goes. Steps are gradients per worker; `first_*` are where an earlier run left off."""
+    """How far a run goes, and where an earlier part of it left off.
+
+    A run's position is counted in mini-batches, and a step of the run is as many of them as it had workers when it
+    began. The goal is a number of mini-batches, or, without one, of steps that each worker makes.
+    """
 
     steps: int
     evaluate_every: int
     batch_size: int = 1
     checkpoint_seconds: float = 30.0
+    #: mini-batches in all; None if the goal is `steps` of each worker
+    goal: int | None = None
+    #: mini-batches in a step of the run; None: as many as there are workers
+    step_batches: int | None = None
     first_step: int = 0
-    first_samples: int = 0
+    #: the mini-batches that count already: pairs of the first and the one after the last
+    counted: tuple[tuple[int, int], ...] = ()
+    #: each worker has data of its own, so nobody can train on another's mini-batches
+    data_bound: bool = False
+
+    @property
+    def first_samples(self) -> int:
+        """The samples that count already."""
+        return sum(stop - start for start, stop in self.counted) * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -373,11 +401,17 @@ class Replica(Protocol):
     #: how long `compute` has waited for data so far
     load_seconds: float
 
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        """Say which mini-batch the next `compute` takes, which ones follow, and how far the run is."""
+        ...
+
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         """Take the gradient of the next mini-batch."""
         ...
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), position: int | None = None
+    ) -> None:
         """One optimizer step."""
         ...
 
@@ -402,8 +436,8 @@ def stream_of(tag: str) -> str:
 def change(replica: Replica, effect: Effect) -> bool:
     """Perform an effect that changes the node's own vector; whether it was one."""
     match effect:
-        case Step(gradient=gradient, rate=rate, touched=touched):
-            replica.step(gradient, rate, touched)
+        case Step(gradient=gradient, rate=rate, touched=touched, position=position):
+            replica.step(gradient, rate, touched, position)
         case Install(values=values, start=start):
             replica.weights[start : start + len(values)].copy_(values)
         case Add(values=values, rate=rate, start=start):

@@ -13,12 +13,12 @@ import torch
 from tether.errors import UsageError
 from tether.learner import Learner, SyntheticLearner
 from tether.machine import Machine, Message, Node, Replica, Schedule, Seat
-from tether.protocols import Options
+from tether.protocols import DEALING, Options
 from tether.record import EventLog
 from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
-from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
+from tether.task import Batches, Length, Prefetched, SyntheticTask, Task, check_is_task, check_task
 from tether.vector import Empty, Shared
 
 #: a run that only has a target or a time ends after so many epochs
@@ -140,24 +140,36 @@ class Request:
 
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         batch_size = task.batch_size
-        steps_per_epoch = samples / (workers * batch_size)
+        kept = restored.state if restored is not None else {}
+        # a step of the run stays what it was when it began, also with another number of workers
+        step_batches = kept.get("step_batches", workers)
+        steps_per_epoch = samples / (step_batches * batch_size)
         usual = task.epochs if self.until is None and self.seconds is None and self.patience is None else EPOCHS_MAX
-        epochs = self.epochs if self.epochs is not None else usual
+        goal, steps = None, self.steps
+        if steps is None:
+            goal = max(1, math.ceil((self.epochs if self.epochs is not None else usual) * samples / batch_size))
+            steps = math.ceil(goal / step_batches)
+        counted: tuple[tuple[int, int], ...] = ()
         first_step = 0
-        steps = self.steps if self.steps is not None else math.ceil(epochs * steps_per_epoch)
         if restored is not None:
-            # with another number of workers, what is left of the samples is shared anew
-            done = restored.samples / (workers * batch_size) if self.steps is None else restored.step
-            first_step = math.floor(done)
-            if first_step >= steps:
+            counted = tuple((start, stop) for start, stop in kept.get("counted", [[0, restored.samples // batch_size]]))
+            done = sum(stop - start for start, stop in counted)
+            if done * batch_size != restored.samples:  # the task has another mini-batch now
+                done = restored.samples // batch_size
+                counted = ((0, done),)
+            first_step = restored.step if goal is None else done // step_batches
+            if (first_step >= steps) if goal is None else (done >= goal):
                 raise UsageError(f"the run has made its {steps} steps: give more epochs or steps to go further")
         return Schedule(
             steps=max(1, steps),
             evaluate_every=max(1, round(self.evaluate_every * steps_per_epoch)),
             batch_size=batch_size,
             checkpoint_seconds=self.checkpoint_seconds,
+            goal=goal,
+            step_batches=step_batches,
             first_step=first_step,
-            first_samples=restored.samples if restored else 0,
+            counted=counted,
+            data_bound=task.source is not None,
         )
 
 
@@ -170,6 +182,8 @@ class RunPlan:
     nodes: tuple[Node, ...]
     schedule: Schedule
     seed: int
+    #: of training, in an epoch
+    samples: int
     vector_bytes: int
     record: bool
     traced: bool
@@ -207,6 +221,7 @@ class RunPlan:
             nodes=protocol.nodes(on.workers),
             schedule=request.schedule(task, samples, on.workers, restored),
             seed=request.seed,
+            samples=samples,
             vector_bytes=0,
             record=request.record,
             traced=request.trace,
@@ -247,7 +262,7 @@ class RunPlan:
 
     @property
     def messages(self) -> tuple[type[Message], ...]:
-        return self.protocol.messages
+        return (*self.protocol.messages, *DEALING)
 
     @property
     def pool_threads(self) -> int:
@@ -260,6 +275,12 @@ class RunPlan:
     @property
     def steps(self) -> int:
         return self.schedule.steps - self.schedule.first_step
+
+    @property
+    def length(self) -> Length:
+        """For the task's learning-rate schedule."""
+        workers = self.schedule.step_batches or self.workers
+        return Length(self.schedule.steps, self.samples / (workers * self.schedule.batch_size), workers)
 
     @property
     def workers(self) -> int:
@@ -278,7 +299,14 @@ class RunPlan:
         else:
             batches = self._batches(node)
             replica = Learner(
-                self.task, batches, node=node.name, seed=self.seed, empty=empty, shared=shared, device=device
+                self.task,
+                batches,
+                node=node.name,
+                seed=self.seed,
+                length=self.length,
+                empty=empty,
+                shared=shared,
+                device=device,
             )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):
@@ -311,14 +339,13 @@ class RunPlan:
     def _batches(self, node: Node) -> Any:
         if not node.computes:
             return iter(())
-        first = self.schedule.first_samples
         if self._part is not None:
             seed = self.seed * 1_000_003 + node.index
-            batches = Batches(self.task, self._part, seed=seed, first=first // self.workers)
+            batches = Batches(self.task, self._part, seed=seed, shared_by=self.workers)
         else:
             if self._data is None:
                 self._data = self.task.train_data()
-            batches = Batches(self.task, self._data, seed=self.seed, index=node.index, count=self.workers, first=first)
+            batches = Batches(self.task, self._data, seed=self.seed)
         return batches if batches.in_memory or self.virtual else Prefetched(batches)
 
     def log(self, name: str) -> IO[bytes] | None:

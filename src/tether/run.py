@@ -263,7 +263,7 @@ def _phases(
     if restored is None:
         main(None)
         return [lambda later: warm(later) if later else warming, main]
-    if restored.samples < schedule.steps * on.workers * schedule.batch_size:
+    if restored.samples < (schedule.goal or 0) * schedule.batch_size:
         return [lambda later: warm(later or restored), main]
     return [lambda later: main(later or restored)]
 

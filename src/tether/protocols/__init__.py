@@ -6,11 +6,12 @@ from tether.protocols.averaging import Averaging
 from tether.protocols.base import Options
 from tether.protocols.elastic import Elastic
 from tether.protocols.grid import Grid
+from tether.protocols.ledger import DEALING
 from tether.protocols.mpca import Mpca
 from tether.protocols.server import Server
 from tether.protocols.single import Single
 
-__all__ = ["Averaging", "Elastic", "Grid", "Mpca", "Options", "Server", "Single", "known"]
+__all__ = ["DEALING", "Averaging", "Elastic", "Grid", "Mpca", "Options", "Server", "Single", "known"]
 
 
 def known() -> dict[str, type[Options]]:

@@ -30,7 +30,8 @@ ones wait in a queue. Copying the centre and adding to it is loose: threads do i
 BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates, and since the
 hub is sent the worker's own, they stay between the two.
 
-The hub counts the steps of every difference it takes. Near the end it hands out only what is left to make.
+The hub counts the steps of every difference it takes. With the centre it deals the mini-batches of the next tau steps;
+near the end only what is left. A worker that gets none stands idle until somebody dies or gives some back.
 
 A worker that dies gives its place up; its difference has come whole or not at all, so the centre is whole. One that
 comes begins with the centre.
@@ -45,6 +46,7 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal
 
 from torch import Tensor
@@ -72,6 +74,7 @@ from tether.machine import (
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.ledger import UPCOMING, Lease, More, Recall, Returned
 
 #: alpha times the number of workers, unless alpha is given
 BETA = 0.9
@@ -86,11 +89,15 @@ class Ask(Message, frozen=True):
 
 
 class Centre(Message, frozen=True):
-    """Hub to worker: the centre, the worker's rate, and how many steps to make until the next exchange."""
+    """Hub to worker: the centre, the worker's rate, and the mini-batches to train on until the next exchange.
+
+    `position` is how many mini-batches of the run count so far.
+    """
 
     values: Tensor
     alpha: float
-    tau: int
+    batches: tuple[int, ...]
+    position: int
 
 
 class Difference(Message, frozen=True):
@@ -99,7 +106,6 @@ class Difference(Message, frozen=True):
     values: Tensor
     buffers: Tensor
     steps: int
-    samples: int
     step_seconds: float
     #: from asking for the centre to having it, and how much of that it stood still
     answer_seconds: float
@@ -193,8 +199,6 @@ class _Exchange:
     granted_at: float
     alpha: float
     master_alpha: float
-    #: the steps that come with the difference
-    steps: int
 
 
 class ElasticHub:
@@ -203,15 +207,13 @@ class ElasticHub:
     def __init__(self, seat: Seat, options: Elastic) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule, lambda: {"tau": self.tau})
+        self.pace = Pace(seat, lambda: {"tau": self.tau}, dealt=False)
         self.present: set[str] = set()
         self.exchanges = 0
         self._auto = options.tau == "auto"
         self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
         self._queue: deque[_Request] = deque()
         self._open: dict[str, _Exchange] = {}
-        #: steps that each worker is making, or has made and not told of yet
-        self._issued: dict[str, int] = {}
         #: what each worker's latest exchange took: the answer and its mean step
         self._efforts: dict[str, tuple[float, float]] = {}
 
@@ -221,6 +223,7 @@ class ElasticHub:
         match event:
             case Started(members=members):
                 self.present = {worker for worker in self.seat.workers if worker in members}
+                self.pace.begin(members)
             case Received(sender=worker, message=Ask(first=True)):
                 return self._send_centre(worker, 1.0)
             case Received(sender=worker, message=Ask()):
@@ -228,14 +231,17 @@ class ElasticHub:
                 return self._serve(now)
             case Received(sender=worker, message=Difference() as difference):
                 return self._take(worker, difference, now)
+            case Received(sender=worker, message=More() | Returned() as message):
+                return self.pace.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.add(peer)
+                self.pace.join(peer)
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
                 self._queue = deque(request for request in self._queue if request.worker != peer)
-                for kept in (self._open, self._issued, self._efforts):
-                    kept.pop(peer, None)
-                return self._serve(now)
+                self._open.pop(peer, None)
+                self._efforts.pop(peer, None)
+                return [*self.pace.lose(peer), *self._serve(now)]
             case StopRequested(reason=reason):
                 return self.pace.finish(reason)
         return []
@@ -249,8 +255,7 @@ class ElasticHub:
             taken = self._rates_under_way()
             if taken + master_alpha > 1:
                 alpha, master_alpha = alpha * (1 - taken), master_alpha * (1 - taken)
-            made = self._issued.pop(request.worker)
-            self._open[request.worker] = _Exchange(request, now, alpha, master_alpha, made)
+            self._open[request.worker] = _Exchange(request, now, alpha, master_alpha)
             effects += self._send_centre(request.worker, alpha)
         return effects
 
@@ -258,10 +263,14 @@ class ElasticHub:
         return sum(exchange.master_alpha for exchange in self._open.values())
 
     def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
-        under_way = sum(self._issued.values()) + sum(exchange.steps for exchange in self._open.values())
-        left = self.pace.steps_left * len(self.present) - under_way
-        tau = self._issued[worker] = max(1, min(self.tau, left))
-        return [Send(worker, Centre(snapshot(loose=True), alpha, tau))]
+        tau, ledger = self.tau, self.pace.ledger
+        if self.pace.schedule.goal is None:
+            under_way = sum(map(len, ledger.held.values()))
+            tau = max(1, min(tau, self.pace.steps_left * len(self.present) - under_way))
+        batches = ledger.deal(worker, tau, share=1)
+        if not batches:
+            ledger.waiting[worker] = More(tau, idle=True)
+        return [Send(worker, Centre(snapshot(loose=True), alpha, batches, self.pace.position))]
 
     def _take(self, worker: str, difference: Difference, now: float) -> list[Effect]:
         exchange = self._open.pop(worker)
@@ -287,7 +296,8 @@ class ElasticHub:
             Blend(difference.buffers, exchange.master_alpha, self.seat.parameter_count, loose=True),
             row,
         ]
-        moves += self.pace.advance_gradients(difference.steps, len(self.present), difference.samples, now)
+        self.pace.ledger.count(worker, difference.steps)
+        moves += self.pace.advance(difference.steps, len(self.present), now)
         return moves if self.pace.over else moves + self._serve(now)
 
     def _choose_tau(self) -> int:
@@ -296,6 +306,7 @@ class ElasticHub:
         return max(1, math.ceil(ROOM * len(self.present) * download / step)) if step > 0 else self.tau
 
     def check(self) -> None:
+        self.pace.ledger.check()
         places = self.options.exchangers
         if len(self._open) > places:
             raise InvariantBroken(f"{len(self._open)} workers exchange; there are {places} places")
@@ -318,9 +329,12 @@ class ElasticWorker:
         self.ahead = ahead
         self.tau = 0
         self.steps = 0
-        self.samples = 0
         self.asked = False
+        #: what it was dealt and has not begun
+        self.batches: deque[int] = deque()
+        self.position = 0
         self._centre: Centre | None = None
+        self._first = True
         self._step_seconds = 0.0
         self._asked_at = 0.0
         #: how long the last request took, and since when the worker stands still
@@ -331,36 +345,53 @@ class ElasticWorker:
         match event:
             case Started():
                 return self._ask(now, first=True)
-            case GradientReady(samples=samples, seconds=seconds):
+            case GradientReady(seconds=seconds):
                 self.steps += 1
-                self.samples += samples
                 self._step_seconds += (seconds - self._step_seconds) / self.steps
                 self._idle_since = now
                 return [Step(), *self._go_on(now)]
             case Received(message=Centre() as centre):
                 self._answer_seconds = now - self._asked_at
                 self._centre = centre
-                if not self.tau:
+                if self._first:
+                    self._first = False
                     self._take_up(centre)
-                    return [Install(centre.values), Compute(), *self._ask_in_time(now)]
+                    return [Install(centre.values), *self._compute(), *self._ask_in_time(now)]
                 return self._go_on(now) if self.steps == self.tau else []
+            case Received(message=Lease(batches=batches, position=position)):
+                computing = self.tau - self.steps > len(self.batches)
+                self.tau, self.position = self.tau + len(batches), max(self.position, position)
+                self.batches.extend(batches)
+                return [*([] if computing else self._compute()), *self._ask_in_time(now)]
+            case Received(message=Recall()):
+                given = [self.batches.pop() for _ in range(len(self.batches) // 2)]
+                self.tau -= len(given)
+                return [Send("hub", Returned(tuple(reversed(given))))]
         return []
+
+    def _compute(self) -> list[Effect]:
+        """Take the next gradient, if it was dealt a mini-batch for it."""
+        if not self.batches:
+            return []
+        batch = self.batches.popleft()
+        self.position = max(self.position, batch)
+        return [Compute(batch=batch, upcoming=tuple(islice(self.batches, UPCOMING)), position=self.position)]
 
     def _go_on(self, now: float) -> list[Effect]:
         """At the end of a step, or when the centre that was waited for has come."""
         if self.steps < self.tau:
-            return [*self._ask_in_time(now), Compute()]
+            return [*self._ask_in_time(now), *self._compute()]
         if self._centre is None:
             return self._ask_in_time(now)
         exchange = self._exchange(self._centre, now - self._idle_since)
         self._take_up(self._centre)
-        return [*exchange, *self._ask_in_time(now), Compute()]
+        return [*exchange, *self._ask_in_time(now), *self._compute()]
 
     def _ask_in_time(self, now: float) -> list[Effect]:
         """Ask if the answer would otherwise come after the last step, as far as the last one tells."""
         left = (self.tau - self.steps) * self._step_seconds
         late = self.ahead and 0 < left < self._answer_seconds + self._step_seconds
-        return self._ask(now) if (late or self.steps == self.tau) and not self.asked else []
+        return self._ask(now) if self.tau and (late or self.steps == self.tau) and not self.asked else []
 
     def _ask(self, now: float, first: bool = False) -> list[Effect]:
         self.asked = True
@@ -373,7 +404,6 @@ class ElasticWorker:
             snapshot(0, parameters, less=centre.values[:parameters]),
             snapshot(parameters),
             self.steps,
-            self.samples,
             self._step_seconds,
             self._answer_seconds,
             wait_seconds,
@@ -381,8 +411,9 @@ class ElasticWorker:
         return [Send("hub", difference), Blend(centre.values, centre.alpha)]
 
     def _take_up(self, centre: Centre) -> None:
-        self.tau, self._centre, self.asked = centre.tau, None, False
-        self.steps = self.samples = 0
+        self.tau, self._centre, self.asked, self.steps = len(centre.batches), None, False, 0
+        self.batches.extend(centre.batches)
+        self.position = max(self.position, centre.position)
 
     def check(self) -> None:
         if self.steps > self.tau:

@@ -47,7 +47,6 @@ from tether.machine import (
     Blend,
     Broadcast,
     Broadcasted,
-    Compute,
     Effect,
     Event,
     GradientReady,
@@ -56,10 +55,12 @@ from tether.machine import (
     Message,
     PeerJoined,
     PeerLost,
+    Received,
     Record,
     Reduce,
     Reduced,
     Seat,
+    Send,
     Started,
     Step,
     StopRequested,
@@ -67,6 +68,7 @@ from tether.machine import (
     stream_of,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 from tether.vector import shards
 
 #: more would be told of as closed too late (see `tether.runtimes.collectives`)
@@ -180,7 +182,7 @@ class MpcaHub:
     def __init__(self, seat: Seat, options: Mpca) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule, self._state)
+        self.pace = Pace(seat, self._state)
         self.present: list[str] = []
         self._cut = options.cut(seat)
         self.ready = deque(range(len(self._cut)))
@@ -192,8 +194,8 @@ class MpcaHub:
         velocity = restored.get("velocity", torch.zeros_like(seat.weights))
         self._velocity = [velocity[part].clone() for part in self._cut]
         self._projected: list[Tensor] = []
-        #: gradients in each shard's reductions that are not in those of every shard yet
-        self._reduced = [0] * len(self._cut)
+        #: of each worker: gradients in each shard's reductions that are not in those of every shard yet
+        self._reduced: dict[str, list[int]] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
@@ -201,15 +203,21 @@ class MpcaHub:
         match event:
             case Started(members=members):
                 self.present = [worker for worker in self.seat.workers if worker in members]
+                self.pace.begin(members)
                 self._projected = [self.seat.weights[part].clone() for part in self._cut]
                 return self._launch(now)
             case Reduced():
                 return self._close(event, now)
+            case Received(sender=worker, message=More() | Returned() as message):
+                return self.pace.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
+                self.pace.join(peer)
                 return self._launch(now)
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
+                self._reduced.pop(peer, None)
+                return self.pace.lose(peer)
             case StopRequested(reason=reason):
                 return self.pace.finish(reason)
         return []
@@ -258,17 +266,21 @@ class MpcaHub:
             effects = [Install(self._prepare(shard, reduced.total / reduced.weight), self._cut[shard].start), row]
         self.cycles[shard] += 1
         self.ready.append(shard)
-        self._reduced[shard] += sum(reduced.steps)
+        for worker, steps in zip(reduced.contributors, reduced.steps, strict=True):
+            if worker in self.present:  # what the dead had not finished has been dealt to others
+                self._reduced.setdefault(worker, [0] * len(self._cut))[shard] += steps
         effects += self._count(now)
         return effects if self.pace.over else effects + self._launch(now)
 
     def _count(self, now: float) -> list[Effect]:
         """A gradient counts once every shard has been reduced after it."""
-        gradients = min(self._reduced)
-        self._reduced = [reduced - gradients for reduced in self._reduced]
-        samples = gradients * self.seat.schedule.batch_size
-        workers = max(1, len(self.present))
-        return self.pace.advance_gradients(gradients, workers, samples, now) if gradients else []
+        gradients = 0
+        for worker, reduced in self._reduced.items():
+            new = min(reduced)
+            self._reduced[worker] = [steps - new for steps in reduced]
+            self.pace.ledger.count(worker, new)
+            gradients += new
+        return self.pace.advance(gradients, max(1, len(self.present)), now) if gradients else []
 
     def _prepare(self, shard: int, mean: Tensor) -> Tensor:
         """The joint shard after a reduction; its projection is kept for the next broadcast."""
@@ -289,6 +301,7 @@ class MpcaHub:
         busy = [flight.shard for flight in self._under_way.values() if not self._is_buffers(flight.shard)]
         if len(busy) > self.options.phases:
             raise InvariantBroken(f"shards {busy} are under way in {self.options.phases} phases")
+        self.pace.ledger.check()
         places = [*self.ready, *(flight.shard for flight in self._under_way.values())]
         if sorted(places) != list(range(len(self._cut))):
             raise InvariantBroken(f"not every shard is in one place: {places}")
@@ -303,6 +316,7 @@ class MpcaWorker:
         self.seat = seat
         self.options = options
         self.running = False
+        self.portion = Portion(seat, lambda more: [Send("hub", more)])
         self.alpha = 0.0
         self._cut = options.cut(seat)
         self._targets: list[Tensor | None] = [None] * len(self._cut)
@@ -320,16 +334,23 @@ class MpcaWorker:
         match event:
             case Broadcasted(members=members, message=Projected() as projected):
                 return self._take(projected, members)
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
             case GradientReady(gradient=gradient):
                 self._count(event)
                 contributions = [e for shard in sorted(self._awaited) for e in self._contribute(shard)]
                 if self.options.penalty == "gradient":
-                    return [Step(self._tilted(gradient)), *contributions, self._compute()]
-                return [Step(), *contributions, *self._displace(), self._compute()]
+                    return [Step(self._tilted(gradient)), *contributions, *self._compute()]
+                return [Step(), *contributions, *self._displace(), *self._compute()]
         return []
 
-    def _compute(self) -> Compute:
-        return Compute("flat" if self.options.penalty == "gradient" else "step")
+    def _compute(self) -> list[Effect]:
+        effects = self.portion.compute("flat" if self.options.penalty == "gradient" else "step")
+        if self.portion.idle:
+            effects += [e for shard in sorted(self._awaited) for e in self._contribute(shard)]
+        return effects
 
     def _take(self, projected: Projected, members: tuple[str, ...]) -> list[Effect]:
         shard = projected.shard
@@ -344,7 +365,7 @@ class MpcaWorker:
         targets = [target for target in self._targets if target is not None]
         if len(targets) == len(self._cut):
             self.running = True
-            effects += [Install(torch.cat(targets)), self._compute()]
+            effects += [Install(torch.cat(targets)), *self._compute()]
         return effects
 
     def _count(self, ready: GradientReady) -> None:
@@ -359,7 +380,7 @@ class MpcaWorker:
 
     def _contribute(self, shard: int) -> list[Effect]:
         """The awaited contribution of a shard, if there are steps enough in it; one that has not begun has nothing."""
-        if self.running and self.taus[shard] < self.least:
+        if self.running and self.taus[shard] < self.least and not self.portion.idle:
             return []
         reduction, steps = self._awaited.pop(shard), self.taus[shard]
         self.taus[shard] = 0

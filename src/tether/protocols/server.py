@@ -59,7 +59,6 @@ from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
     Broadcast,
     Broadcasted,
-    Compute,
     Effect,
     Event,
     Fail,
@@ -83,6 +82,7 @@ from tether.machine import (
 )
 from tether.protocols.base import Options, Pace, option
 from tether.protocols.inline import Halt, InlineHub, InlineLearner, Tally
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 
 #: a downcast waits for the last one to arrive everywhere, but not for longer than so many gradients of each learner:
 #: a learner that stands still must not freeze the weights of all
@@ -121,11 +121,12 @@ class Refused(Message, frozen=True):
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """One gradient: whose, its number there, and the clock of the weights it was taken at."""
+    """One gradient: whose, its number there, the clock of the weights it was taken at, and of which mini-batches."""
 
     learner: str
     number: int
     clock: int
+    batches: tuple[int, ...] = ()
 
 
 class Push(Message, frozen=True):
@@ -263,7 +264,7 @@ class Server(Options):
                 return ServerHub(seat, self)
             case "aggregator":
                 return Aggregator(seat, self)
-        return SharingLearner(seat) if self.shares else ServerLearner(seat, self)
+        return SharingLearner(seat, self) if self.shares else ServerLearner(seat, self)
 
 
 def _tree(learners: list[Node], fan_out: int) -> list[Node]:
@@ -400,8 +401,10 @@ class ServerLearner(_Below):
         self.newest: Weights | None = None
         self.outgoing: Push | None = None
         self.used_clock = -1
+        self.portion = _portion(seat, options)
         self._accrued: Tensor | None = None
         self._accrued_samples = 0
+        self._batches: tuple[int, ...] = ()
         alone = (options.sync, options.topology, options.push_every, options.compress) == ("async", "star", 1, "none")
         self._wanted: Wanted = "rows" if alone else "flat"
 
@@ -424,6 +427,10 @@ class ServerLearner(_Below):
                 return [*self._took(event.gradient, event.touched, event.samples), *self._go()]
             case PeerLost(peer=peer):
                 return self._lose(peer)
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
             case Received(message=Refused(reason=reason)):
                 return [Fail(reason)]
         return []
@@ -437,19 +444,24 @@ class ServerLearner(_Below):
         options = self.options
         self.steps += 1
         self.used_clock = self.clock
+        self._batches += (self.portion.batch,)
         if options.push_every > 1:
             self._accrued = gradient.clone() if self._accrued is None else self._accrued.add_(gradient)
             self._accrued_samples += samples
             gradient, samples = self._accrued, self._accrued_samples
         pulls = self.steps % options.pull_every == 0
         if self.steps % options.push_every == 0:
-            mark = Mark(self.seat.node.name, self.steps, self.clock)
-            have = self.clock if pulls and not options.overlap else None
-            self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have, touched)
-            self._accrued, self._accrued_samples = None, 0
+            self._put_out(gradient, touched, samples, pulls)
             pulls = False
         effects: list[Effect] = [Step()] if options.pull_every > 1 else []
         return [*effects, *self._ask()] if pulls else effects
+
+    def _put_out(self, gradient: Tensor, touched: tuple[Tensor, ...], samples: int, pulls: bool) -> None:
+        """Make a push of what has been accrued."""
+        mark = Mark(self.seat.node.name, self.steps, self.used_clock, self._batches)
+        have = self.clock if pulls and not self.options.overlap else None
+        self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have, touched)
+        self._accrued, self._accrued_samples, self._batches = None, 0, ()
 
     def _go(self) -> list[Effect]:
         """Push what waits, if nothing is under way; compute, if nothing must be waited for."""
@@ -468,24 +480,29 @@ class ServerLearner(_Below):
             effects.append(Install(self.newest.values))
             self.clock, self.newest = self.newest.clock, None
         self.computing = True
-        return [*effects, Compute(self._wanted, self.options.overlap)]
+        effects += self.portion.compute(self._wanted, self.options.overlap)
+        if self.portion.idle and self._accrued is not None:  # perhaps nothing will ever follow
+            self._put_out(self._accrued, (), self._accrued_samples, pulls=False)
+            effects += self._go()
+        return effects
 
     def check(self) -> None:
         if len(self.under_way) > 1:
             raise InvariantBroken(f"{len(self.under_way)} pushes are under way")
         if self.computing and self.clock < 0:
             raise InvariantBroken("computes before any weights came")
-        if self.computing and self.outgoing is not None:
+        if self.computing and self.outgoing is not None and not self.portion.idle:
             raise InvariantBroken("computes while a gradient waits: the two would be merged")
 
 
 class SharingLearner:
     """Takes gradients at the hub's own weights, as they are at that moment, and pushes each."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, options: Server) -> None:
         self.seat = seat
         self.clock = -1
         self.steps = 0
+        self.portion = _portion(seat, options)
         self.unanswered = 0
         #: the newest clock that was told when the gradient under way was begun
         self.begun_at: int | None = None
@@ -502,10 +519,14 @@ class SharingLearner:
                 assert self.begun_at is not None
                 self.steps += 1
                 self.unanswered += 1
-                mark = Mark(self.seat.node.name, self.steps, self.begun_at)
+                mark = Mark(self.seat.node.name, self.steps, self.begun_at, (self.portion.batch,))
                 self.begun_at = None
                 pushed = Push((mark,), gradient, gradient[:0], samples, None, touched)
                 return [Send("hub", pushed), *self._go()]
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
             case Received(message=Refused(reason=reason)):
                 return [Fail(reason)]
         return []
@@ -514,7 +535,7 @@ class SharingLearner:
         if self.begun_at is not None or self.unanswered >= UNANSWERED_MAX:
             return []
         self.begun_at = self.clock
-        return [Compute("rows", fresh=True)]
+        return self.portion.compute("rows", fresh=True)
 
     def check(self) -> None:
         if not 0 <= self.unanswered <= UNANSWERED_MAX:
@@ -642,7 +663,7 @@ class ServerHub:
     def __init__(self, seat: Seat, options: Server) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule, self._state)
+        self.pace = Pace(seat, self._state, **_dealing(options))
         self.clock = int(seat.restored["clock"]) if seat.restored else 0
         self.present: set[str] = set()
         self.sum = _Sum()
@@ -660,24 +681,32 @@ class ServerHub:
         match event:
             case Started(members=members):
                 self.present = set(members) & set(self.seat.workers)
+                self.pace.begin(members)
             case Received(sender=sender, message=Pull(have=have, length=length)):
                 if length != len(self.seat.weights):
                     return [_refuse(sender, length, len(self.seat.weights))]
                 return [self._answer(sender, have, push=False)]
             case Received(sender=sender, message=Push() as push):
                 return self._take(sender, push, now)
+            case Received(sender=sender, message=More() | Returned() as message):
+                return self.pace.deal(sender, message)
             case Received(sender=sender, message=Got(clock=clock)) if clock == self.downcast_clock:
                 self.downcast_to.discard(sender)
                 return self._downcast()
             case PeerJoined(peer=peer, role="worker"):
                 self.present.add(peer)
+                self.pace.join(peer)
             case PeerLost(peer=peer):
                 self.present.discard(peer)
                 self.downcast_to.discard(peer)
                 self.waiting.pop(peer, None)
-                return [*self._update_if_complete(now), *([] if self.pace.over else self._downcast())]
+                # an aggregator may still have gradients of a learner that is dead
+                effects = self.pace.lose(peer, late=self.options.topology == "tree")
+                effects += self._update_if_complete(now)
+                return [*effects, *([] if self.pace.over else self._downcast())]
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                effects = self._update(now) if self.sum.marks else []  # what was pushed counts
+                return effects if self.pace.over else [*effects, *self.pace.finish(reason)]
         return []
 
     def _take(self, sender: str, push: Push, now: float) -> list[Effect]:
@@ -693,6 +722,8 @@ class ServerHub:
         for mark in push.marks:
             if mark.clock > self.clock or (hard and mark.clock != self.clock):
                 raise InvariantBroken(f"{mark} was pushed at clock {self.clock} of {self.options.sync}sync")
+        for mark in push.marks:
+            self.pace.ledger.settle(mark.learner, mark.batches)
         self.sum.add(push, self._scale(push))
         self._since_downcast += len(push.marks)
         if self._since_downcast >= DOWNCAST_PATIENCE * len(self.present):
@@ -716,17 +747,20 @@ class ServerHub:
             case "hard":
                 return self.present <= self.sum.learners
             case "soft":
-                return len(self.sum.marks) >= max(1, len(self.present) // self.options.n)
+                enough = len(self.sum.marks) >= max(1, len(self.present) // self.options.n)
+                return enough or self.pace.complete
         return True
 
     def _update_if_complete(self, now: float) -> list[Effect]:
-        if not self._complete():
-            return []
+        return self._update(now) if self._complete() else []
+
+    def _update(self, now: float) -> list[Effect]:
         collected, self.sum = self.sum, _Sum()
+        before = self.pace.position - sum(len(mark.batches) for mark in collected.marks)
         staleness = tuple(self.clock - mark.clock for mark in collected.marks)
         mean_staleness = statistics.fmean(staleness)
         gradient, buffers = collected.means()
-        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness), collected.touched)]
+        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness), collected.touched, before)]
         if len(buffers):
             effects.append(Install(buffers, start=self.seat.parameter_count))
         self.clock += 1
@@ -744,9 +778,9 @@ class ServerHub:
     def _pace(self, collected: _Sum, now: float) -> list[Effect]:
         """In hardsync a step is an update; otherwise it is as many gradients as there are learners."""
         if self.options.sync == "hard":
-            return self.pace.advance(1, collected.samples, now)
-        gradients = len(collected.marks) * self.options.push_every
-        return self.pace.advance_gradients(gradients, len(self.seat.workers), collected.samples, now)
+            return self.pace.advance(len(collected.marks), len(collected.marks), now)
+        gradients = sum(len(mark.batches) for mark in collected.marks)
+        return self.pace.advance(gradients, max(1, len(self.present)), now)
 
     def _rate_rule(self) -> str:
         if self.options.rate != "auto":
@@ -781,11 +815,21 @@ class ServerHub:
         return {"clock": self.clock}
 
     def check(self) -> None:
+        self.pace.ledger.check()
         numbered = [(mark.learner, mark.number) for mark in self.sum.marks]
         if len(set(numbered)) != len(numbered):
             raise InvariantBroken(f"a gradient is counted twice: {self.sum.marks}")
         if self.options.sync == "hard" and any(mark.clock != self.clock for mark in self.sum.marks):
             raise InvariantBroken(f"a hardsync round of clock {self.clock} holds {self.sum.marks}")
+
+
+def _dealing(options: Server) -> dict[str, Any]:
+    """How mini-batches are dealt. In hardsync all wait for each other, so nobody may ever be without one."""
+    return {"ahead": 2, "overshoots": True} if options.sync == "hard" else {}
+
+
+def _portion(seat: Seat, options: Server) -> Portion:
+    return Portion(seat, lambda more: [Send("hub", more)], **_dealing(options))
 
 
 def _descendants(name: str, below: dict[str, set[str]]) -> set[str]:

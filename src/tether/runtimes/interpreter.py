@@ -208,9 +208,9 @@ class Interpreter:
 
     def _perform(self, effect: Effect, now: float) -> list[Event]:
         match effect:
-            case Compute(fresh=fresh):
+            case Compute():
                 if self._recorder is not None:
-                    effect = Compute("flat", fresh)  # a record holds whole gradients
+                    effect = msgspec.structs.replace(effect, wanted="flat")  # a record holds whole gradients
                 if self._idle_since is not None:
                     self.meter.wait_seconds += now - self._idle_since
                     self.tracer.span("compute", "wait", self._idle_since, now)

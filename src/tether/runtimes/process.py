@@ -224,6 +224,7 @@ class NodeProcess:
             # somebody may be still reading the last one
             fresh = effect.fresh or (taken is not None and self.memory.is_lent(taken.gradient))
             start = time.monotonic()
+            replica.seek(effect.batch, effect.upcoming, effect.position)
             taken = replica.compute(effect.wanted, fresh)
             seconds = time.monotonic() - start
             exchanged, before = self._link_seconds, exchanged

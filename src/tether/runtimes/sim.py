@@ -237,7 +237,9 @@ class _Place:
         self.simulation.transmit(self, to, message)
 
     def compute(self, effect: Compute) -> None:
-        taken = self.interpreter.replica.compute(effect.wanted, effect.fresh)
+        replica = self.interpreter.replica
+        replica.seek(effect.batch, effect.upcoming, effect.position)
+        taken = replica.compute(effect.wanted, effect.fresh)
         seconds = self.simulation.settings.step_time.draw(self.node, self.rng)
         if self.simulation.now < self.slow_until:
             seconds *= self.slow_factor
