@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import LARGE, rows_of
-from tether.task import SyntheticTask, Task, describe_error
+from tether.task import SyntheticTask, Task, describe_error, metric_of
 from tether.twin import Twin
 from tether.vector import Empty, Shared, Vector, put_gradient
+from tether.wire import can_be_kept
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
 ELEMENTWISE = {
@@ -89,7 +91,11 @@ class Learner:
         ]
         self._dense = [(p, self._packed(start)) for p, start in places if start not in by_rows]
         self._empty = empty
-        self.scheduler = task.scheduler(self.optimizer)
+        scheduler = task.scheduler(self.optimizer)
+        #: follows the evaluations of the joint model, and not the steps
+        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
+        self._has_stepped = False
         self._batches = batches
         self._steps = 0
         self.load_seconds = 0.0
@@ -137,6 +143,7 @@ class Learner:
         return value
 
     def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+        self._has_stepped = True
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
             self._show(gradient.to(self.weights), touched)
@@ -240,18 +247,53 @@ class Learner:
         for part in self._rows:
             part.drop()
 
+    def observe(self, metrics: dict[str, float]) -> None:
+        if self.plateau is None:
+            return
+        if not metrics:
+            raise self._error(
+                "ReduceLROnPlateau follows what evaluate() finds, and that has no metrics", "return one, such as error"
+            )
+        self.plateau.step(metrics[metric_of(metrics)])
+
     def state(self) -> dict[str, Any]:
-        return copy.deepcopy(
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else {},
-            }
-        )
+        if not self._has_stepped:
+            return {}
+        state = {
+            "kind": type(self.optimizer).__name__,
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict() if self.scheduler is not None else {},
+        }
+        # an optimizer of the user's own may hold anything: training is worth more than its state
+        return copy.deepcopy(state) if can_be_kept(state) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
+        if not self._fits(state):
+            return
+        taken = copy.deepcopy(state)  # the same may be given to several, and may be lent
+        own = self.optimizer.state_dict()["param_groups"]
+        if self.scheduler is None:  # the rates are the task's, and whatever evaluations make of them
+            taken["optimizer"]["param_groups"] = own
+        self.optimizer.load_state_dict(taken["optimizer"])
         if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+            self.scheduler.load_state_dict(taken["scheduler"])
+        self._has_stepped = True
+
+    def _fits(self, state: dict[str, Any]) -> bool:
+        """Whether it is the state of an optimizer of the same kind, over the same parameters."""
+        own = type(self.optimizer).__name__
+        if "optimizer" not in state or state.get("kind", own) != own:
+            return False
+        groups = self.optimizer.state_dict()["param_groups"]
+        if [group["params"] for group in state["optimizer"]["param_groups"]] != [group["params"] for group in groups]:
+            return False
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return all(
+            value.dim() == 0 or not self.flat or value.shape == parameters[number].shape
+            for number, kept in state["optimizer"]["state"].items()
+            for value in kept.values()
+            if isinstance(value, Tensor)
+        )
 
     def _error(self, what: str, remedy: str, kind: type[TaskError] = TaskError) -> TaskError:
         return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
@@ -290,6 +332,9 @@ class SyntheticLearner:
 
     def load_gradient(self, gradient: Tensor) -> None:
         self._gradient.copy_(gradient)
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Its rate never changes."""
 
     def state(self) -> dict[str, Any]:
         return {}
