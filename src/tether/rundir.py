@@ -1,7 +1,7 @@
 """The run directory: configuration, metrics, trace, checkpoints and logs of one run.
 
 run.json              what was run and how it ended
-metrics.jsonl         one JSON object a line: progress, evaluation, record
+metrics.jsonl         one JSON object a line: progress, evaluation, record, note, resumed
 trace.json            spans for Perfetto or chrome://tracing
 checkpoints/at-N/     after N samples: state.json, tensors.safetensors and, with what each worker has of its own,
                       workers.safetensors; complete or not there at all
