@@ -17,7 +17,7 @@ from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
 from tether.rundir import Restored
-from tether.runtimes.base import Outcome
+from tether.runtimes.base import NodeStates, Outcome
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody, draw
 from tether.task import SyntheticTask
@@ -48,8 +48,8 @@ class Keeper(Nobody):
         self.kept: list[Restored] = []
         self.last = last
 
-    def checkpoint(self, effect: Checkpoint, weights: Any, replica_state: dict[str, Any], now: float) -> None:
-        self.kept.append(Restored(effect.step, effect.samples, weights, effect.state, replica_state))
+    def checkpoint(self, effect: Checkpoint, weights: Any, state: NodeStates, now: float) -> None:
+        self.kept.append(Restored(effect.step, effect.samples, weights, effect.state, state.hub))
 
 
 def counted(kept: Restored) -> set[int]:

@@ -20,6 +20,7 @@ from tether.machine import Checkpoint, Node, Replica
 from tether.plan import Request, RunPlan
 from tether.protocols import Options
 from tether.rundir import Restored
+from tether.runtimes.base import NodeStates
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody
 from tether.testing import Blobs
@@ -81,8 +82,8 @@ class Keeper(Nobody):
     def __init__(self) -> None:
         self.kept: list[Restored] = []
 
-    def checkpoint(self, effect: Checkpoint, weights: Any, replica_state: dict[str, Any], now: float) -> None:
-        self.kept.append(Restored(effect.step, effect.samples, weights, effect.state, replica_state))
+    def checkpoint(self, effect: Checkpoint, weights: Any, state: NodeStates, now: float) -> None:
+        self.kept.append(Restored(effect.step, effect.samples, weights, effect.state, state.hub))
 
 
 def train(

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -90,6 +90,9 @@ class Watcher(Nobody):
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
         self._vector.weights.copy_(weights)
         self.evaluations.append((now, effect.step, self.measure()))
+
+    def observed(self) -> Sequence[dict[str, float]]:
+        return [metrics for _, _, metrics in self.evaluations]
 
     def measure(self) -> dict[str, float]:
         """What the task says of its model."""

@@ -6,7 +6,7 @@ import json
 import math
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,7 +18,7 @@ from tether.machine import Checkpoint, Evaluate, Row
 from tether.plan import Patience, RunPlan, Until, worth
 from tether.progress import Progress
 from tether.rundir import Evaluated, RunDirectory
-from tether.runtimes.base import Outcome
+from tether.runtimes.base import NodeStates, Outcome
 from tether.task import describe_error
 from tether.trace import Meter
 from tether.vector import Vector
@@ -105,6 +105,10 @@ class Director:
         self._stop: str | None = None
         self._asked_to_stop = stop
         self.history: list[dict[str, Any]] = []
+        #: what evaluations have found, by the samples that the model had seen, those of earlier parts included
+        self._evaluations = directory.evaluations(plan.restored) if plan.restored is not None else {}
+        if plan.restored is not None:
+            self._row("resumed", 0.0, samples=plan.restored.samples)
         self.step = 0
         self.samples = 0
 
@@ -184,9 +188,12 @@ class Director:
             self._evaluator.check()
             self._evaluator.do(lambda: self._evaluate(effect, weights, now))
 
-    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any], now: float) -> None:
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None:
         self._writer.check()
-        self._writer.do(lambda: self._save(effect, weights, replica_state))
+        self._writer.do(lambda: self._save(effect, weights, state))
+
+    def observed(self) -> Sequence[dict[str, float]]:
+        return list(self._evaluations.values())
 
     def note(self, text: str) -> None:
         self._progress.note(text)
@@ -215,6 +222,7 @@ class Director:
             ) from None
         row = {"time": now, "step": effect.step, "samples": effect.samples, "metrics": metrics}
         self.history.append(row)
+        self._evaluations[effect.samples] = metrics
         self._row("evaluation", now, step=effect.step, samples=effect.samples, metrics=metrics)
         self._progress.evaluation(metrics, now, effect.step)
         # of equals the last: few held-out rows cannot tell it from the others, and it has learned longest
@@ -226,9 +234,16 @@ class Director:
         elif self._patience is not None and self._patience.ends(metrics):
             self._stop = str(self._patience)
 
-    def _save(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
+    def _save(self, effect: Checkpoint, weights: Tensor, state: NodeStates) -> None:
         self.directory.save_checkpoint(
-            effect.step, effect.samples, weights, effect.state, replica_state, self._plan.protocol.name
+            effect.step,
+            effect.samples,
+            weights,
+            effect.state,
+            state.hub,
+            self._plan.protocol.name,
+            state.workers,
+            dict(self._evaluations),
         )
 
     def _row(self, kind: str, now: float | None, **values: Any) -> None:

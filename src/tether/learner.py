@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import LARGE, rows_of
-from tether.task import Length, SyntheticTask, Task, describe_error
+from tether.task import Length, SyntheticTask, Task, describe_error, metric_of
 from tether.twin import Twin
 from tether.vector import Empty, Shared, Vector, put_gradient
+from tether.wire import can_be_kept
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
 ELEMENTWISE = {
@@ -97,10 +98,14 @@ class Learner:
         self._dense = [(p, self._packed(start)) for p, start in places if start not in by_rows]
         self._empty = empty
         self._length = length
-        self.scheduler = task.scheduler(self.optimizer, length)
+        scheduler = task.scheduler(self.optimizer, length)
+        #: follows the evaluations of the joint model, and not the run's position
+        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
         #: how many steps of the run the schedule has gone, and how far the run is
         self._scheduled = 0
         self._position = 0
+        self._has_stepped = False
         self._batches = batches
         self._steps = 0
         self.load_seconds = 0.0
@@ -154,6 +159,7 @@ class Learner:
     def step(
         self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), position: int | None = None
     ) -> None:
+        self._has_stepped = True
         self._follow_schedule(self._position if position is None else position)
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
@@ -183,7 +189,7 @@ class Learner:
 
     def _follow_schedule(self, position: int) -> None:
         """Have the learning rate that the schedule gives where the run is."""
-        if self.scheduler is None or isinstance(self.scheduler, ReduceLROnPlateau):
+        if self.scheduler is None:
             return
         step = min(position // self._length.workers, self._length.steps - 1)
         while self._scheduled < step:
@@ -267,13 +273,46 @@ class Learner:
         for part in self._rows:
             part.drop()
 
+    def observe(self, metrics: dict[str, float]) -> None:
+        if self.plateau is None:
+            return
+        if not metrics:
+            raise self._error(
+                "ReduceLROnPlateau follows what evaluate() finds, and that has no metrics", "return one, such as error"
+            )
+        self.plateau.step(metrics[metric_of(metrics)])
+
     def state(self) -> dict[str, Any]:
-        return copy.deepcopy({"optimizer": self.optimizer.state_dict()})
+        if not self._has_stepped:
+            return {}
+        state = {"kind": type(self.optimizer).__name__, "optimizer": self.optimizer.state_dict()}
+        # an optimizer of the user's own may hold anything: training is worth more than its state
+        return copy.deepcopy(state) if can_be_kept(state) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        # rates and the like are the task's; where the run is in its schedule follows from its position
+        if not self._fits(state):
+            return
+        # rates are the task's: where the run is in its schedule follows from its position and its evaluations
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        kept = copy.deepcopy(state["optimizer"]["state"])  # the same may be given to several, and may be lent
+        self.optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        self._has_stepped = True
+
+    def _fits(self, state: dict[str, Any]) -> bool:
+        """Whether it is the state of an optimizer of the same kind, over the same parameters."""
+        own = type(self.optimizer).__name__
+        if "optimizer" not in state or state.get("kind", own) != own:
+            return False
+        groups = self.optimizer.state_dict()["param_groups"]
+        if [group["params"] for group in state["optimizer"]["param_groups"]] != [group["params"] for group in groups]:
+            return False
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return all(
+            value.dim() == 0 or not self.flat or value.shape == parameters[number].shape
+            for number, kept in state["optimizer"]["state"].items()
+            for value in kept.values()
+            if isinstance(value, Tensor)
+        )
 
     def _error(self, what: str, remedy: str, kind: type[TaskError] = TaskError) -> TaskError:
         return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
@@ -317,6 +356,9 @@ class SyntheticLearner:
 
     def load_gradient(self, gradient: Tensor) -> None:
         self._gradient.copy_(gradient)
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Its rate never changes."""
 
     def state(self) -> dict[str, Any]:
         return {}

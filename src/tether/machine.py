@@ -419,12 +419,19 @@ class Replica(Protocol):
         """Take a gradient as if it had just been computed."""
         ...
 
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Take in what an evaluation of the joint model has found, for a learning rate that depends on it."""
+        ...
+
     def state(self) -> dict[str, Any]:
-        """A copy of the optimizer's state: nested dictionaries and lists of tensors and plain values."""
+        """A copy of the optimizer's state: nested dictionaries and lists of tensors and plain values.
+
+        Empty if the optimizer has never stepped.
+        """
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up the optimizer where `state` left it."""
+        """Take up the optimizer where `state` left it; a state that is empty or of another optimizer is ignored."""
         ...
 
 

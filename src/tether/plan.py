@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from tether.record import EventLog
 from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
-from tether.task import Batches, Length, Prefetched, SyntheticTask, Task, check_is_task, check_task
+from tether.task import Batches, Length, Prefetched, SyntheticTask, Task, check_is_task, check_task, metric_of
 from tether.vector import Empty, Shared
 
 #: a run that only has a target or a time ends after so many epochs
@@ -57,11 +58,6 @@ class Until:
 
 #: what a metric's name says of its direction
 FALLING, RISING = ("error", "loss"), ("accuracy",)
-
-
-def metric_of(metrics: dict[str, float]) -> str:
-    """The metric that says which model is better: validation_error, or else the error, or else the task's first."""
-    return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
 
 
 def worth(metrics: dict[str, float]) -> float:
@@ -245,6 +241,11 @@ class RunPlan:
                 f"{type(replica.optimizer).__name__} cannot run on a flat vector, which protocol {protocol.name!r} "
                 "needs at its hub: use protocol 'averaging' or 'single', or an optimizer such as torch.optim.SGD"
             )
+        if plan.record and isinstance(replica, Learner) and replica.plateau is not None:
+            raise UsageError(
+                "a run with ReduceLROnPlateau cannot be recorded, since a record does not hold evaluations: record it "
+                "with another schedule, or with none"
+            )
         plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
         return plan
 
@@ -295,7 +296,7 @@ class RunPlan:
     ) -> tuple[Machine, Replica]:
         replica: Replica
         if isinstance(self.task, SyntheticTask):
-            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty, shared=shared)
+            replica = SyntheticLearner(self.task, index=node.index, seed=self.random_seed, empty=empty, shared=shared)
         else:
             batches = self._batches(node)
             replica = Learner(
@@ -316,8 +317,6 @@ class RunPlan:
                     "the task's model has changed since"
                 )
             replica.weights.copy_(restored.weights)
-            if self.joint in ("", node.name):
-                replica.restore(restored.replica_state)
         seat = Seat(
             node,
             self.nodes,
@@ -328,6 +327,28 @@ class RunPlan:
             empty,
         )
         return self.protocol.machine(seat), replica
+
+    @property
+    def random_seed(self) -> int:
+        first = self.schedule.first_samples
+        return zlib.crc32(f"{self.seed} from {first}".encode()) if first else self.seed
+
+    def state_of(self, node: Node) -> dict[str, Any]:
+        """Its own, or else a peer's, or, where others stepped before, theirs; random generators are its own or anew."""
+        if self.restored is None:
+            return {}
+        workers, hub = self.restored.workers, self.restored.replica_state
+        own = workers.get(node.index, {}) if node.computes else {}
+        told = [state for _, state in sorted(workers.items()) if "optimizer" in state]
+        if node.computes and self.protocol.steps_at_workers:
+            others = told[node.index % len(told)] if told else hub
+            taken = own if "optimizer" in own else others
+        elif node.name == self.joint and self.protocol.steps_at_hub:
+            taken = hub or next(iter(told), {})
+        else:
+            taken = {}
+        random = {"random": own["random"]} if "random" in own else {}
+        return {**{name: value for name, value in taken.items() if name != "random"}, **random}
 
     @property
     def source(self) -> Any:
@@ -357,4 +378,6 @@ class RunPlan:
         return EventLog(self.directory.below("record", f"{node.name}.events"), replica)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_data": None}
+        """Without what each node is given by itself, since all states would go to all processes."""
+        restored = replace(self.restored, replica_state={}, workers={}) if self.restored is not None else None
+        return {**self.__dict__, "_data": None, "restored": restored}

@@ -1,9 +1,10 @@
 """The run directory: configuration, metrics, trace, checkpoints and logs of one run.
 
 run.json              what was run and how it ended
-metrics.jsonl         one JSON object a line: progress, evaluation, record
+metrics.jsonl         one JSON object a line: progress, evaluation, record, note, resumed
 trace.json            spans for Perfetto or chrome://tracing
-checkpoints/at-N/     after N samples: state.json and tensors.safetensors; complete or not there at all
+checkpoints/at-N/     after N samples: state.json, tensors.safetensors and, with what each worker has of its own,
+                      workers.safetensors; complete or not there at all
 best.safetensors      the best weights seen by a run with patience, and of which step they are
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, when the run was recorded
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from tether.errors import UsageError
 from tether.wire import pack_tree, unpack_tree
 
 CHECKPOINTS_KEPT = 2
+#: what reading a damaged checkpoint may raise
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,10 @@ class Restored:
     replica_state: dict[str, Any]
     #: whose state it is
     protocol: str = ""
+    #: what each worker had of its own, by its index: its optimizer's state and that of its random generators
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    #: what evaluations had found by then, by the samples that the model had seen
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class RunDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        #: the newest checkpoint that has states of workers; later ones refer to it
+        self._workers_in = ""
 
     @staticmethod
     def create(path: Path | None, name: str) -> RunDirectory:
@@ -102,6 +112,22 @@ class RunDirectory:
                 latest = max(latest, json.loads(line).get("time") or 0.0)
         return latest
 
+    def evaluations(self, restored: Restored) -> dict[int, dict[str, float]]:
+        """What evaluations have found on the way to the model of a checkpoint, by the samples that each had seen.
+
+        The metrics know of those that were not done when it was saved, and the checkpoint of those on another machine.
+        """
+        found = dict(restored.evaluations)
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        for line in lines:
+            with suppress(ValueError):  # the last line of a killed run may be cut off
+                match json.loads(line):
+                    case {"kind": "evaluation", "samples": samples, "metrics": metrics}:
+                        found[samples] = {k: math.nan if v is None else v for k, v in metrics.items()}
+                    case {"kind": "resumed", "samples": samples}:  # whatever was found after that is of a lost part
+                        found = {at: metrics for at, metrics in found.items() if at <= samples}
+        return {at: found[at] for at in sorted(found) if at <= restored.samples}
+
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
@@ -129,8 +155,13 @@ class RunDirectory:
         state: dict[str, Any],
         replica_state: dict[str, Any],
         protocol: str = "",
+        workers: dict[int, dict[str, Any]] | None = None,
+        evaluations: dict[int, dict[str, float]] | None = None,
     ) -> Path:
-        """Write a checkpoint beside the others and only then give it its name."""
+        """Write a checkpoint beside the others and only then give it its name.
+
+        Without states of `workers` it refers to the newest that has some: what they were then is better than nothing.
+        """
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         # samples only grow, also when the number of workers changes; the number tells two at the same place apart
@@ -146,14 +177,23 @@ class RunDirectory:
             "protocol": protocol,
             "state": pack_tree(state, tensors),
             "replica_state": pack_tree(replica_state, tensors),
+            "evaluations": pack_tree(evaluations or {}, tensors),
         }
-        save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, partial / "tensors.safetensors")
-        _sync(partial / "tensors.safetensors")
+        workers_in = self._workers_in
+        if workers is not None:
+            workers_in = final.name
+            kept: list[Tensor] = []
+            tree["workers"] = pack_tree(workers, kept)
+            _save_tensors(kept, partial / "workers.safetensors")
+        tree["workers_in"] = workers_in
+        _save_tensors(tensors, partial / "tensors.safetensors")
         _write_atomically(partial / "state.json", json.dumps(tree).encode())
         partial.rename(final)
         _sync(folder)
+        self._workers_in = workers_in
         for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old.name != self._workers_in:
+                shutil.rmtree(old, ignore_errors=True)
         return final
 
     def load_checkpoint(self) -> Restored | None:
@@ -161,8 +201,7 @@ class RunDirectory:
         for path in reversed(self._checkpoints()):
             try:
                 tree = json.loads((path / "state.json").read_bytes())
-                found = load_file(path / "tensors.safetensors")
-                tensors = [found[str(i)] for i in range(len(found))]
+                tensors = _load_tensors(path / "tensors.safetensors")
                 return Restored(
                     tree["step"],
                     tree["samples"],
@@ -170,10 +209,23 @@ class RunDirectory:
                     unpack_tree(tree["state"], tensors),
                     unpack_tree(tree["replica_state"], tensors),
                     tree["protocol"],
+                    self._load_workers(path.parent, tree.get("workers_in", "")),
+                    unpack_tree(tree.get("evaluations", {}), tensors),
                 )
-            except (OSError, ValueError, TypeError, LookupError, SafetensorError):
+            except UNREADABLE:
                 continue
         return None
+
+    def _load_workers(self, folder: Path, name: str) -> dict[int, dict[str, Any]]:
+        """The states of workers in the checkpoint of that name; without them, another is as good as before."""
+        self._workers_in = name
+        path = folder / name
+        try:
+            tree = json.loads((path / "state.json").read_bytes())
+            found: dict[int, dict[str, Any]] = unpack_tree(tree["workers"], _load_tensors(path / "workers.safetensors"))
+            return found
+        except UNREADABLE:
+            return {}
 
     def save_best(self, best: Evaluated) -> None:
         """Keep these weights in place of those that were the best before."""
@@ -198,6 +250,16 @@ class RunDirectory:
     def _checkpoints(self) -> list[Path]:
         folder = self.path / "checkpoints"
         return sorted(p for p in folder.glob("at-*") if re.fullmatch(r"at-\d+-\d+", p.name)) if folder.exists() else []
+
+
+def _save_tensors(tensors: list[Tensor], path: Path) -> None:
+    save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, path)
+    _sync(path)
+
+
+def _load_tensors(path: Path) -> list[Tensor]:
+    found = load_file(path)
+    return [found[str(i)] for i in range(len(found))]
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -27,10 +27,10 @@ from tether import settings as option_texts
 from tether import tasks, units
 from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, run_cell
 from tether.errors import UsageError, missing_extra
-from tether.plan import Request, RunPlan, metric_of
+from tether.plan import Request, RunPlan
 from tether.protocols import Server
 from tether.runtimes.sim import Sim
-from tether.task import Task, check_task
+from tether.task import Task, check_task, metric_of
 
 #: how long the gradients of one mini-batch size are timed
 TIMING_SECONDS = 0.5

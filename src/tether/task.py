@@ -133,6 +133,11 @@ class SyntheticTask(Task):
         return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
 
 
+def metric_of(metrics: dict[str, float]) -> str:
+    """The metric that says which model is better: validation_error, or else the error, or else the task's first."""
+    return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
+
+
 def describe_error(task: Task, error: Exception) -> str:
     """An exception of the user's code and where in the task's own file it came from."""
     frames = traceback.extract_tb(error.__traceback__)

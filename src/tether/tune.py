@@ -27,12 +27,12 @@ from torch.utils.data import Subset, TensorDataset
 from tether import settings as option_texts
 from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, run_cell
 from tether.errors import UsageError, missing_extra
-from tether.plan import Request, RunPlan, metric_of
+from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
 from tether.runtimes.base import Runtime
 from tether.runtimes.sim import Sim
 from tether.speedup import falls
-from tether.task import Task, check_is_task, check_task
+from tether.task import Task, check_is_task, check_task, metric_of
 
 #: how often the joint model of each run is evaluated
 EVALUATIONS = 12

@@ -26,8 +26,6 @@ class Options:
     messages: ClassVar[tuple[type[Message], ...]] = ()
     #: the node whose vector is the joint model; "": none is special, and whoever finishes first ends the run
     joint: ClassVar[str] = "hub"
-    #: the joint node steps with gradients of others, so the optimizer must be elementwise
-    steps_at_hub: ClassVar[bool] = False
     #: nodes exchange values by broadcasts and reductions only
     collective: ClassVar[bool] = False
     workers_max: ClassVar[int | None] = None
@@ -49,6 +47,16 @@ class Options:
     def variants(cls) -> tuple[Options, ...]:
         """The settings that the conformance kit and the swarm try."""
         return (cls(),)
+
+    @property
+    def steps_at_hub(self) -> bool:
+        """The joint node steps with gradients of others, so the optimizer must be elementwise."""
+        return False
+
+    @property
+    def steps_at_workers(self) -> bool:
+        """Whoever computes gradients steps too, with an optimizer of its own."""
+        return not self.steps_at_hub
 
     @property
     def shares(self) -> bool:

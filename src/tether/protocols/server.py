@@ -186,7 +186,6 @@ class Server(Options):
     name = "server"
     summary = "parameter server: the hub steps with the learners' gradients (Rudra, Downpour)"
     messages = (Pull, Weights, Current, Refused, Push, Got, Tally, Halt)
-    steps_at_hub = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -220,6 +219,14 @@ class Server(Options):
             raise UsageError(f"rate={self.rate!r} goes by what the hub knows of each gradient: use apply='server'")
         if self.apply == "inline" and self.consistent:
             raise UsageError("learners that step on shared weights read what others write: use apply='server'")
+
+    @property
+    def steps_at_hub(self) -> bool:
+        return self.apply != "inline"
+
+    @property
+    def steps_at_workers(self) -> bool:
+        return not self.steps_at_hub or self.pull_every > 1
 
     @property
     def shares(self) -> bool:

@@ -12,11 +12,9 @@ the receiver `latency` later and then occupies the receiver's interface for byte
 from __future__ import annotations
 
 import heapq
-import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,10 +44,11 @@ from tether.machine import (
     TimerFired,
     tensors_of,
 )
-from tether.runtimes.base import Observer, Outcome, Plan
+from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.faults import Fault, Faults
 from tether.runtimes.interpreter import Interpreter, T, message_bytes
+from tether.runtimes.randomness import random_state, randomness_kept, restore_random, seed_all
 from tether.trace import Tracer
 from tether.vector import Shared, raw_bytes
 
@@ -130,10 +129,8 @@ class Sim:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            with _randomness_kept():
-                torch.manual_seed(plan.seed)
-                np.random.seed(plan.seed % 2**32)
-                random.seed(plan.seed)
+            with randomness_kept():
+                seed_all(plan.random_seed)
                 return Simulation(self, plan, observer).run()
         finally:
             torch.set_num_threads(threads)
@@ -214,7 +211,7 @@ class _Place:
         self.gradient_at = 0.0
         self.slow_until = 0.0
         self.slow_factor = 1.0
-        self.rng = np.random.default_rng((simulation.plan.seed, zlib.crc32(node.name.encode())))
+        self.rng = np.random.default_rng((simulation.plan.random_seed, zlib.crc32(node.name.encode())))
         self.timers: dict[str, int] = {}
         machine, replica = simulation.plan.build(node, shared=simulation.shared)
         if simulation.plan.shares:
@@ -229,6 +226,15 @@ class _Place:
             checked=simulation.settings.checked,
             compress=simulation.plan.compress,
         )
+        #: how many evaluations its replica has been told of
+        self._observed = 0
+        self.observe()
+
+    def observe(self) -> None:
+        """Take in the evaluations that are new."""
+        for metrics in self.simulation.observer.observed()[self._observed :]:
+            self._observed += 1
+            self.interpreter.replica.observe(metrics)
 
     def now(self) -> float:
         return self.simulation.now
@@ -286,13 +292,23 @@ class _Place:
         self.simulation.observer.record(self.node.name, values, self.simulation.now)
 
     def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
-        with _randomness_kept():
+        with randomness_kept():
             self.simulation.observer.evaluate(effect, weights, self.simulation.now)
+        for place in self.simulation.living():
+            place.observe()
         if not effect.final and (reason := self.simulation.observer.stop_requested()):
             self.simulation.request_stop(reason)
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
-        self.simulation.observer.checkpoint(effect, weights, replica_state, self.simulation.now)
+        workers = {
+            place.node.index: replica_state if place is self else place.interpreter.replica.state()
+            for place in self.simulation.living()
+            if place.node.computes
+        }
+        if workers:  # all draw from the generators of this process: the first has their state
+            workers[min(workers)]["random"] = random_state()
+        states = NodeStates({} if self.node.computes else replica_state, workers)
+        self.simulation.observer.checkpoint(effect, weights, states, self.simulation.now)
 
     def finish(self, reason: str, weights: Tensor) -> None:
         if self.simulation.plan.joint in ("", self.node.name) and self.simulation.reason is None:
@@ -339,6 +355,11 @@ class Simulation:
         settings.faults.check({node.name for node in plan.nodes})
         self._by_step = [fault for fault in settings.faults.schedule if fault.step is not None]
         self._places = {node.name: _Place(self, node) for node in plan.nodes}
+        for place in self._places.values():
+            state = plan.state_of(place.node)
+            place.interpreter.replica.restore(state)
+            if "random" in state:
+                restore_random(state["random"])
         self._interfaces: dict[str, _Interface] = {}
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -374,6 +395,10 @@ class Simulation:
             lost=frozenset(name for name, place in self._places.items() if place.died_at is not None),
             events=self.events,
         )
+
+    def living(self) -> list[_Place]:
+        """The nodes that have not died."""
+        return [place for place in self._places.values() if place.died_at is None]
 
     def request_stop(self, reason: str) -> None:
         """Tell the joint node, or everybody where none is special."""
@@ -465,7 +490,7 @@ class Simulation:
             self._restarts_due += 1
             successor = place.node.successor()
             self.at(self.now + after + 2 * self.settings.detect_seconds, self._join, successor)
-        living = [other for other in self._places.values() if other.died_at is None]
+        living = self.living()
         if not self._restarts_due and not any(other.node.computes for other in living):
             raise RunError(f"no worker is left: {name} was the last and died at {self.now:.6g} s")
         for other in living:
@@ -474,8 +499,10 @@ class Simulation:
 
     def _join(self, node: Node) -> None:
         self._restarts_due -= 1
-        others = [other for other in self._places.values() if other.died_at is None]
+        others = self.living()
         place = self._places[node.name] = _Place(self, node)
+        peers = (other.interpreter.replica.state() for other in others if other.node.computes)
+        place.interpreter.replica.restore(next(filter(None, peers), self.plan.state_of(node)))
         self.observer.note(f"{node.name} joined at {self.now:.6g} s")
         self.at(self.now, place.deliver, Started((*(other.node.name for other in others), node.name)))
         for dead in self._places.values():
@@ -486,7 +513,7 @@ class Simulation:
 
     def _standing(self) -> str:
         """What every living node knows, for the error of a run that hangs."""
-        living = [place for place in self._places.values() if place.died_at is None]
+        living = self.living()
         told = [f"{place.node.name}: {_describe(place.interpreter.machine)}" for place in living[:6]]
         return "; ".join(told + ([f"and {len(living) - 6} more"] if len(living) > 6 else []))
 
@@ -521,15 +548,3 @@ def _checksum(message: Message) -> int:
     for tensor in tensors_of(message):
         checksum = zlib.crc32(raw_bytes(tensor), checksum)
     return checksum
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """Give the global generators, which a task may use, back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
