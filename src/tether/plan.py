@@ -18,7 +18,7 @@ from tether.record import EventLog
 from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
-from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
+from tether.task import Batches, Prefetched, SyntheticTask, Task, check_batch, check_is_task, check_task
 from tether.vector import Empty, Shared
 
 #: a run that only has a target or a time ends after so many epochs
@@ -215,7 +215,10 @@ class RunPlan:
             seconds=request.seconds,
             patience=request.patience if request.has_goal else task.patience,
             restored=restored,
-            notes=(f"chosen: {protocol}",) if protocol != asked else (),
+            notes=(
+                *(restored.notes if restored is not None else ()),
+                *((f"chosen: {protocol}",) if protocol != asked else ()),
+            ),
             _data=data,
         )
         if plan.shares and plan.record:
@@ -313,6 +316,7 @@ class RunPlan:
             return iter(())
         first = self.schedule.first_samples
         if self._part is not None:
+            check_batch(self.task, len(self._part))
             seed = self.seed * 1_000_003 + node.index
             batches = Batches(self.task, self._part, seed=seed, first=first // self.workers)
         else:
