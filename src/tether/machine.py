@@ -372,6 +372,8 @@ class Replica(Protocol):
     parameter_count: int
     #: how long `compute` has waited for data so far
     load_seconds: float
+    #: how many gradients were not finite, and are zero therefore
+    skipped: int
 
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         """Take the gradient of the next mini-batch."""

@@ -86,12 +86,13 @@ class Patience:
         self._best = -math.inf
         self._waited = 0
 
-    def ends(self, metrics: dict[str, float]) -> bool:
-        """Whether the metrics of the next evaluation end the run."""
+    def ends(self, metrics: dict[str, float], *, late: bool = False) -> bool:
+        """Whether the metrics of the next evaluation end the run; `late`: it is of an older model than the last was."""
         value = worth(metrics)
-        self._waited = 0 if value > self._best else self._waited + 1
+        if not late:
+            self._waited = 0 if value > self._best else self._waited + 1
         self._best = max(self._best, value)
-        return self._waited >= self.evaluations
+        return not late and self._waited >= self.evaluations
 
     def __str__(self) -> str:
         return f"no better for {self.evaluations} evaluation{'s' if self.evaluations > 1 else ''}"

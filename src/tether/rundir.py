@@ -1,7 +1,7 @@
 """The run directory: configuration, metrics, trace, checkpoints and logs of one run.
 
 run.json              what was run and how it ended
-metrics.jsonl         one JSON object a line: progress, evaluation, record
+metrics.jsonl         one JSON object a line: untrained, progress, evaluation, record, note
 trace.json            spans for Perfetto or chrome://tracing
 checkpoints/at-N/     after N samples: state.json and tensors.safetensors; complete or not there at all
 best.safetensors      the best weights seen by a run with patience, and of which step they are
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shutil
@@ -25,7 +26,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tether.errors import UsageError
+from tether.errors import Diverged, UsageError
+from tether.vector import is_finite
 from tether.wire import pack_tree, unpack_tree
 
 CHECKPOINTS_KEPT = 2
@@ -42,6 +44,8 @@ class Restored:
     replica_state: dict[str, Any]
     #: whose state it is
     protocol: str = ""
+    #: why it is not the newest, if it is not
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,15 @@ class RunDirectory:
                 latest = max(latest, json.loads(line).get("time") or 0.0)
         return latest
 
+    def untrained(self) -> dict[str, float] | None:
+        """The metrics of the model before training, if they are known."""
+        with suppress(FileNotFoundError), self.metrics.open() as lines:
+            for line in lines:
+                with suppress(ValueError):  # cut off
+                    if '"untrained"' in line and (row := json.loads(line))["kind"] == "untrained":
+                        return {name: math.nan if value is None else value for name, value in row["metrics"].items()}
+        return None
+
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
@@ -129,8 +142,15 @@ class RunDirectory:
         state: dict[str, Any],
         replica_state: dict[str, Any],
         protocol: str = "",
+        parameters: int | None = None,
     ) -> Path:
-        """Write a checkpoint beside the others and only then give it its name."""
+        """Write a checkpoint beside the others and only then give it its name.
+
+        The first `parameters` of the weights must be finite, or else all: nothing could be made of others. What is
+        behind them are buffers, which may hold what they like.
+        """
+        if not is_finite(weights[:parameters]):
+            raise not_finite(step)
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         # samples only grow, also when the number of workers changes; the number tells two at the same place apart
@@ -144,6 +164,7 @@ class RunDirectory:
             "step": step,
             "samples": samples,
             "protocol": protocol,
+            "parameters": parameters,
             "state": pack_tree(state, tensors),
             "replica_state": pack_tree(replica_state, tensors),
         }
@@ -157,22 +178,27 @@ class RunDirectory:
         return final
 
     def load_checkpoint(self) -> Restored | None:
-        """The newest checkpoint that is readable, if there is one."""
+        """The newest checkpoint that is readable and whose weights are finite, if there is one."""
+        notes: list[str] = []
         for path in reversed(self._checkpoints()):
             try:
                 tree = json.loads((path / "state.json").read_bytes())
                 found = load_file(path / "tensors.safetensors")
                 tensors = [found[str(i)] for i in range(len(found))]
-                return Restored(
+                restored = Restored(
                     tree["step"],
                     tree["samples"],
                     tensors[0],
                     unpack_tree(tree["state"], tensors),
                     unpack_tree(tree["replica_state"], tensors),
                     tree["protocol"],
+                    tuple(notes),
                 )
             except (OSError, ValueError, TypeError, LookupError, SafetensorError):
                 continue
+            if is_finite(restored.weights[: tree.get("parameters")]):
+                return restored
+            notes.append(f"checkpoint {path.name} holds weights that are not finite: it is not used")
         return None
 
     def save_best(self, best: Evaluated) -> None:
@@ -198,6 +224,14 @@ class RunDirectory:
     def _checkpoints(self) -> list[Path]:
         folder = self.path / "checkpoints"
         return sorted(p for p in folder.glob("at-*") if re.fullmatch(r"at-\d+-\d+", p.name)) if folder.exists() else []
+
+
+def not_finite(step: int) -> Diverged:
+    """The error for a joint model that has become useless."""
+    return Diverged(
+        f"step {step}: the joint model's weights are not finite; lower the learning rate or clip gradients, and start "
+        "again or resume from the last checkpoint"
+    )
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

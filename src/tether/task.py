@@ -67,7 +67,7 @@ class Task:
         raise self._lacks("loss", "a scalar tensor")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the joint model, taken beside training; none by default."""
+        """Metrics of the joint model, taken beside training, in eval mode and without gradients; none by default."""
         return {}
 
     def note(self) -> str:
