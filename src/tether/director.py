@@ -69,6 +69,10 @@ class _Beside:
             del self._waiting[min(gaps, key=gaps.__getitem__)]
             self.left_out += 1
 
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
     def next_place(self) -> float:
         """The place of the first work that waits."""
         with self._changed:
@@ -151,6 +155,7 @@ class Director:
         self.history: list[dict[str, Any]] = []
         #: evaluations before which another waits, in order
         self._held: list[dict[str, Any]] = []
+        self._in_order = threading.Lock()
         self._asked = 0
         self._newest = 0
         #: what is wrong with the model that the run has come to
@@ -207,6 +212,8 @@ class Director:
             if name not in outcome.lost:
                 self.meter(meter, outcome.seconds)
         if self._evaluator is not None:
+            if (waiting := self._evaluator.waiting) > 1:
+                self._progress.note(f"training has ended; {waiting} evaluations are still to be made")
             self._evaluator.close()
             if left_out := self._evaluator.left_out:
                 self.note(
@@ -284,7 +291,8 @@ class Director:
         self._require_finite(effect.step, weights)
         metrics = self._measure(weights)
         row = {"time": now, "step": effect.step, "samples": effect.samples, "metrics": metrics}
-        bisect.insort(self._held, row, key=lambda row: row["samples"])
+        with self._in_order:
+            bisect.insort(self._held, row, key=lambda row: row["samples"])
         self._release(self._evaluator.next_place() if self._evaluator is not None else math.inf)
         late = effect.samples < self._newest
         self._newest = max(self._newest, effect.samples)
@@ -301,10 +309,11 @@ class Director:
 
     def _release(self, before: float) -> None:
         """Write the rows that no evaluation still to come belongs before."""
-        while self._held and self._held[0]["samples"] <= before:
-            row = self._held.pop(0)
-            self.history.append(row)
-            self._row("evaluation", row["time"], step=row["step"], samples=row["samples"], metrics=row["metrics"])
+        with self._in_order:
+            while self._held and self._held[0]["samples"] <= before:
+                row = self._held.pop(0)
+                self.history.append(row)
+                self._row("evaluation", row["time"], step=row["step"], samples=row["samples"], metrics=row["metrics"])
 
     def _evaluate_untrained(self, weights: Tensor) -> None:
         self.untrained = self._measure(weights)
