@@ -25,7 +25,7 @@ from tether.vector import Vector, is_finite
 #: how much memory models may take that wait for their evaluation, and how many there may be
 WAITING_BYTES, WAITING_MAX = 512 << 20, 100
 #: a model whose metric is better by less than this share has learned nothing
-LITTLE = 0.03
+LITTLE = 0.05
 #: how long a checkpoint that is being written is waited for when a run ends badly
 GRACE_SECONDS = 0.7
 
