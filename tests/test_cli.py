@@ -58,6 +58,10 @@ class Frozen(Good):
 class Few(Good):
     def train_data(self): return TensorDataset(torch.randn(1, 4), torch.zeros(1).long())
 
+class Stuck(Good):
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.0)
+    def evaluate(self, model): return {"error": float(model.weight.square().sum())}
+
 class Infinite(Good):
     def loss(self, model, batch): return super().loss(model, batch) * float("inf")
 
@@ -233,6 +237,7 @@ WRONG = [
     ("train digits --on sim --until loss2<1", "the task has error, loss"),
     ("train digits --workers 0", "must be at least 1"),
     ("train digits --protocol single --workers 3", "uses 1 worker"),
+    ("train digits --on sim --set batch_size=2000", "mini-batches of 2000 samples"),
     ("train digits --on sim --workers 5000", "1442 training samples for 5000 workers"),
     ("train digits --seed -3", "seed cannot be negative"),
     ("train fashion", "pass --data"),
@@ -269,3 +274,10 @@ def test_wrong_input_is_told_in_words_with_status_2(tether: Callable[[str], Said
 
 def test_a_task_with_shapes_in_its_optimizer_trains_where_steps_are_local(tether: Callable[[str], Said]) -> None:
     assert train(tether, "bad.py:NeedsShapes --on sim --steps 4")["steps"] == 4
+
+
+def test_a_model_that_has_not_learned_is_told_in_the_table_and_in_json(tether: Callable[[str], Said]) -> None:
+    line = "train bad.py:Stuck --on sim --steps 4"
+    assert "no better than before training" in " ".join(tether(line).out.split())
+    assert "no better than before training" in json.loads(tether(f"{line} --json").out)["warning"]
+    assert "warning" not in tether("train digits --on sim --epochs 2").out

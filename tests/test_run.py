@@ -311,11 +311,11 @@ def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
 
 
 class Staged(Blobs):
-    """Its metrics are those of a list, one evaluation after another."""
+    """Its metrics are those of a list, one evaluation after another; the untrained model has the first of them too."""
 
     def __init__(self, *metrics: dict[str, float]) -> None:
         super().__init__()
-        self.metrics = list(metrics)
+        self.metrics = [metrics[0], *metrics]
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]

@@ -16,7 +16,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tether.errors import TaskError
 from tether.learner import build_model
+from tether.plan import Request, RunPlan
+from tether.protocols import Averaging
+from tether.runtimes.sim import Sim
 from tether.task import Batches, Prefetched, SyntheticTask, Task, check_task
+from tether.testing import Blobs
 
 
 class Numbers(Task):
@@ -138,6 +142,24 @@ def test_fewer_samples_than_workers_are_refused() -> None:
     with pytest.raises(TaskError, match=r"3 training samples for 4 workers.* at most 3 workers"):
         check_task(Numbers(1), range(3), workers=4)
     assert check_task(Numbers(1), range(4), workers=4) == 4
+
+
+def test_a_mini_batch_larger_than_the_data_is_refused_with_the_numbers() -> None:
+    with pytest.raises(TaskError, match=r"mini-batches of 11 samples, .* 10 training samples.* at most 10"):
+        check_task(Numbers(11), range(10), workers=1)
+    assert check_task(Numbers(10), range(10), workers=4) == 10, "a step of all workers may be more than an epoch"
+
+
+def test_a_mini_batch_larger_than_the_part_of_the_data_that_a_worker_is_brought_is_refused() -> None:
+    task = Numbers(5)
+    task.source = "rows from elsewhere"
+    with pytest.raises(TaskError, match=r"mini-batches of 5 samples, .* 4 training samples.* at most 4"):
+        check_task(task, range(14), workers=3)
+    assert check_task(task, range(15), workers=3) == 15
+    plan = RunPlan.make(Blobs(), Averaging(), Sim(2), Request(steps=1), None)
+    plan.bring(TensorDataset(POINTS[:15], LABELS[:15]))
+    with pytest.raises(TaskError, match=r"task Blobs has mini-batches of 16 samples, and a worker has 15"):
+        plan.build(plan.nodes[1])
 
 
 def test_a_batch_size_below_one_is_refused() -> None:

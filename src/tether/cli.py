@@ -490,6 +490,12 @@ def _show(result: Result, as_json: bool) -> None:
         "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",
         "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB{_compressed(figures)}",
         **{metric: f"{value:.4g}" for metric, value in figures["metrics"].items()},
+        **(
+            {"left out": f"{skipped} gradients that were not finite"}
+            if (skipped := figures["gradients_skipped"])
+            else {}
+        ),
+        **({"warning": figures["warning"]} if figures["warning"] else {}),
         "run": figures["run"],
     }.items():
         table.add_row(name, value)

@@ -22,8 +22,8 @@ from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import LARGE, rows_of
 from tether.task import Length, SyntheticTask, Task, describe_error, metric_of
-from tether.twin import Twin
-from tether.vector import Empty, Shared, Vector, put_gradient
+from tether.twin import Twin, to_device
+from tether.vector import Empty, Shared, Vector, is_finite, put_gradient
 from tether.wire import can_be_kept
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
@@ -31,6 +31,8 @@ ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 }
+#: so many gradients of a learner may be other than finite; more, only while they are no more than this share of all
+SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 
@@ -39,7 +41,13 @@ UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
 
 
 class Learner:
-    """Computes gradients, steps and holds the vector that values are installed into."""
+    """Computes gradients, steps and holds the vector that values are installed into.
+
+    A gradient with a value that is not finite, although the loss is, counts as zero: all of it, and what the pass made
+    of buffers is undone. That is so before anybody sees it, so every protocol treats it as any other: a learner that
+    steps by itself makes a step in which only momentum and weight decay act, and whoever averages or applies gradients
+    of others gets zeros. Such gradients are counted, and past a limit the run ends.
+    """
 
     def __init__(
         self,
@@ -109,6 +117,7 @@ class Learner:
         self._batches = batches
         self._steps = 0
         self.load_seconds = 0.0
+        self.skipped = 0
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         self._position = position
@@ -119,6 +128,7 @@ class Learner:
         self._drop()
         for parameter in self.vector.parameters:
             parameter.grad = None  # a gradient made anew and copied costs half of one added to zeros
+        buffers = self.weights[self.parameter_count :].clone()
         if self._twin is None:
             value = self._pass(self.model, self.weights.device)
         else:
@@ -129,7 +139,31 @@ class Learner:
         for part in self._rows:
             part.take()
         gradient, touched = self._gather(wanted, fresh)
+        made = self._made(gradient)
+        if not all(is_finite(values) for values in made):
+            self._skip(made)
+            self.weights[self.parameter_count :].copy_(buffers)
         return Taken(gradient, value, self.task.batch_size, touched)
+
+    def _made(self, gradient: Tensor) -> list[Tensor]:
+        """Where the values of the last gradient are: what was wanted of it, and what a step would use."""
+        rows = [part.values for part in self._rows if part.values is not None]
+        if gradient.numel():
+            return [gradient, *rows]
+        stepped = self._runs if self.flat else self.vector.parameters
+        return [*(run.grad for run in stepped if run.grad is not None), *rows]
+
+    def _skip(self, made: list[Tensor]) -> None:
+        """Have zeros in place of the last gradient."""
+        for values in made:
+            values.zero_()
+        self.skipped += 1
+        if self.skipped > max(SKIPPED_MIN, SKIPPED_SHARE * self._steps):
+            raise self._error(
+                f"{self.skipped} of its gradients were not finite, although the losses were",
+                "lower the learning rate, or look for what has no derivative in loss(), such as sqrt(0)",
+                Diverged,
+            )
 
     def _pass(self, model: nn.Module, device: torch.device) -> float:
         """A loss and its gradients, of the next mini-batch."""
@@ -138,7 +172,7 @@ class Learner:
             batch = next(self._batches)
             self.load_seconds += time.perf_counter() - began
             if device.type != "cpu":
-                batch = _to(batch, device)
+                batch = to_device(batch, device)
             loss = self.task.loss(model, batch)
         except TaskError:
             raise
@@ -335,6 +369,7 @@ class SyntheticLearner:
         self.weights = values if shared is None else shared.vector(values)
         self.parameter_count = task.parameters
         self.load_seconds = 0.0
+        self.skipped = 0
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
         self._empty = empty
         self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
@@ -377,6 +412,28 @@ def build_model(task: Task, seed: int) -> nn.Module:
             f"model() of task {type(task).__name__} returned {type(model).__name__}: return a torch.nn.Module"
         )
     return model
+
+
+def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
+    """The task's metrics of a model, taken in evaluation mode and without gradients; its modes are restored."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            metrics = task.evaluate(model)
+    except Exception as error:
+        raise TaskError(f"evaluate() failed: {describe_error(task, error)}") from error
+    finally:
+        for part, training in modes:
+            part.training = training
+    if not isinstance(metrics, dict):
+        raise TaskError(f"evaluate() of task {type(task).__name__} returned {metrics!r}: return a dict of numbers")
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"evaluate() of task {type(task).__name__} returned {metrics!r}: values must be numbers"
+        ) from None
 
 
 def flatten(
@@ -424,14 +481,3 @@ class _FlatRun(nn.Parameter):
         run = _FlatRun(vector.weights[start:stop])
         run.start = start
         return run
-
-
-def _to(batch: Any, device: torch.device) -> Any:
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {key: _to(value, device) for key, value in batch.items()}
-    if isinstance(batch, list | tuple):
-        moved = [_to(value, device) for value in batch]
-        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
-    return batch

@@ -400,6 +400,8 @@ class Replica(Protocol):
     parameter_count: int
     #: how long `compute` has waited for data so far
     load_seconds: float
+    #: how many gradients were not finite, and are zero therefore
+    skipped: int
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         """Say which mini-batch the next `compute` takes, which ones follow, and how far the run is."""

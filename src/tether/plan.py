@@ -19,7 +19,17 @@ from tether.record import EventLog
 from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
-from tether.task import Batches, Length, Prefetched, SyntheticTask, Task, check_is_task, check_task, metric_of
+from tether.task import (
+    Batches,
+    Length,
+    Prefetched,
+    SyntheticTask,
+    Task,
+    check_batch,
+    check_is_task,
+    check_task,
+    metric_of,
+)
 from tether.vector import Empty, Shared
 
 #: a run that only has a target or a time ends after so many epochs
@@ -82,12 +92,13 @@ class Patience:
         self._best = -math.inf
         self._waited = 0
 
-    def ends(self, metrics: dict[str, float]) -> bool:
-        """Whether the metrics of the next evaluation end the run."""
+    def ends(self, metrics: dict[str, float], *, late: bool = False) -> bool:
+        """Whether the metrics of the next evaluation end the run; `late`: it is of an older model than the last was."""
         value = worth(metrics)
-        self._waited = 0 if value > self._best else self._waited + 1
+        if not late:
+            self._waited = 0 if value > self._best else self._waited + 1
         self._best = max(self._best, value)
-        return self._waited >= self.evaluations
+        return not late and self._waited >= self.evaluations
 
     def __str__(self) -> str:
         return f"no better for {self.evaluations} evaluation{'s' if self.evaluations > 1 else ''}"
@@ -226,7 +237,10 @@ class RunPlan:
             seconds=request.seconds,
             patience=request.patience if request.has_goal else task.patience,
             restored=restored,
-            notes=(f"chosen: {protocol}",) if protocol != asked else (),
+            notes=(
+                *(restored.notes if restored is not None else ()),
+                *((f"chosen: {protocol}",) if protocol != asked else ()),
+            ),
             _data=data,
         )
         if plan.shares and plan.record:
@@ -361,6 +375,7 @@ class RunPlan:
         if not node.computes:
             return iter(())
         if self._part is not None:
+            check_batch(self.task, len(self._part))
             seed = self.seed * 1_000_003 + node.index
             batches = Batches(self.task, self._part, seed=seed, shared_by=self.workers)
         else:

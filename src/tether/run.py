@@ -84,7 +84,8 @@ def run(
         has not got better for so many evaluations; alone it allows at most 100 epochs. The model is then the best seen,
         of equals the last, and not that of the end, unless `until` has ended the run.
     warmup, warmup_epochs: begin with so many epochs of another protocol, such as tether.Server(sync="hard").
-    evaluate_every: epochs between two evaluations of the joint model.
+    evaluate_every: epochs between two evaluations of the joint model. Those that fall behind are made after training,
+        as far as their models fit into 512 MiB.
     checkpoint_seconds: time between two checkpoints.
     record: keep every event so that the run can be replayed.
     trace: keep spans of time for trace.json.
@@ -309,8 +310,9 @@ def _execute(
             director = Director(plan, directory, progress, beside=not on.virtual, stop=stop)
             try:
                 with director:
+                    director.begin(request)
                     outcome = on.execute(plan, director)
-                    model = director.finish(outcome)
+                    model = director.finish(outcome, last=len(waiting) == 1)
                 waiting.popleft()
             except NodesLost as error:
                 if not restarts:
@@ -357,6 +359,8 @@ def _result(
         "samples_per_second": (director.samples - plan.schedule.first_samples) / max(outcome.seconds, 1e-9),
         "wall_seconds": wall_seconds,
         "metrics": model.metrics,
+        "untrained_metrics": director.untrained,
+        "warning": director.warning,
         "model_step": model.step,
         "digest": digest(model.weights),
         "bytes_sent": sum(meter.bytes_sent for meter in meters.values()),
@@ -371,6 +375,7 @@ def _result(
             "max": max(staleness, default=0),
             "histogram": {str(k): n for k, n in sorted(staleness.items())},
         },
+        "gradients_skipped": sum(meter.gradients_skipped for meter in meters.values()),
         "events": outcome.events,
         "reason": outcome.reason,
         "run": str(director.directory.path),

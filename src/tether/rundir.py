@@ -1,7 +1,7 @@
 """The run directory: configuration, metrics, trace, checkpoints and logs of one run.
 
 run.json              what was run and how it ended
-metrics.jsonl         one JSON object a line: progress, evaluation, record, note, resumed
+metrics.jsonl         one JSON object a line: untrained, progress, evaluation, record, note, resumed
 trace.json            spans for Perfetto or chrome://tracing
 checkpoints/at-N/     after N samples: state.json, tensors.safetensors and, with what each worker has of its own,
                       workers.safetensors; complete or not there at all
@@ -27,7 +27,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tether.errors import UsageError
+from tether.errors import Diverged, UsageError
+from tether.vector import is_finite
 from tether.wire import pack_tree, unpack_tree
 
 CHECKPOINTS_KEPT = 2
@@ -50,6 +51,8 @@ class Restored:
     workers: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: what evaluations had found by then, by the samples that the model had seen
     evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    #: why it is not the newest, if it is not
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,15 @@ class RunDirectory:
                         found = {at: metrics for at, metrics in found.items() if at <= samples}
         return {at: found[at] for at in sorted(found) if at <= restored.samples}
 
+    def untrained(self) -> dict[str, float] | None:
+        """The metrics of the model before training, if they are known."""
+        with suppress(FileNotFoundError), self.metrics.open() as lines:
+            for line in lines:
+                with suppress(ValueError):  # cut off
+                    if '"untrained"' in line and (row := json.loads(line))["kind"] == "untrained":
+                        return {name: math.nan if value is None else value for name, value in row["metrics"].items()}
+        return None
+
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
@@ -157,11 +169,16 @@ class RunDirectory:
         protocol: str = "",
         workers: dict[int, dict[str, Any]] | None = None,
         evaluations: dict[int, dict[str, float]] | None = None,
+        parameters: int | None = None,
     ) -> Path:
         """Write a checkpoint beside the others and only then give it its name.
 
         Without states of `workers` it refers to the newest that has some: what they were then is better than nothing.
+        The first `parameters` of the weights must be finite, or else all: nothing could be made of others. What is
+        behind them are buffers, which may hold what they like.
         """
+        if not is_finite(weights[:parameters]):
+            raise not_finite(step)
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         # samples only grow, also when the number of workers changes; the number tells two at the same place apart
@@ -175,6 +192,7 @@ class RunDirectory:
             "step": step,
             "samples": samples,
             "protocol": protocol,
+            "parameters": parameters,
             "state": pack_tree(state, tensors),
             "replica_state": pack_tree(replica_state, tensors),
             "evaluations": pack_tree(evaluations or {}, tensors),
@@ -197,12 +215,13 @@ class RunDirectory:
         return final
 
     def load_checkpoint(self) -> Restored | None:
-        """The newest checkpoint that is readable, if there is one."""
+        """The newest checkpoint that is readable and whose weights are finite, if there is one."""
+        notes: list[str] = []
         for path in reversed(self._checkpoints()):
             try:
                 tree = json.loads((path / "state.json").read_bytes())
                 tensors = _load_tensors(path / "tensors.safetensors")
-                return Restored(
+                restored = Restored(
                     tree["step"],
                     tree["samples"],
                     tensors[0],
@@ -211,9 +230,13 @@ class RunDirectory:
                     tree["protocol"],
                     self._load_workers(path.parent, tree.get("workers_in", "")),
                     unpack_tree(tree.get("evaluations", {}), tensors),
+                    tuple(notes),
                 )
             except UNREADABLE:
                 continue
+            if is_finite(restored.weights[: tree.get("parameters")]):
+                return restored
+            notes.append(f"checkpoint {path.name} holds weights that are not finite: it is not used")
         return None
 
     def _load_workers(self, folder: Path, name: str) -> dict[int, dict[str, Any]]:
@@ -260,6 +283,14 @@ def _save_tensors(tensors: list[Tensor], path: Path) -> None:
 def _load_tensors(path: Path) -> list[Tensor]:
     found = load_file(path)
     return [found[str(i)] for i in range(len(found))]
+
+
+def not_finite(step: int) -> Diverged:
+    """The error for a joint model that has become useless."""
+    return Diverged(
+        f"step {step}: the joint model's weights are not finite; lower the learning rate or clip gradients, and start "
+        "again or resume from the last checkpoint"
+    )
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

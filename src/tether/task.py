@@ -86,7 +86,7 @@ class Task:
         raise self._lacks("loss", "a scalar tensor")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the joint model, taken beside training; none by default."""
+        """Metrics of the joint model, taken beside training, in eval mode and without gradients; none by default."""
         return {}
 
     def note(self) -> str:
@@ -171,7 +171,19 @@ def check_task(task: Task, data: Any, workers: int) -> int:
         )
     if task.batch_size < 1:
         raise TaskError(f"batch_size of task {type(task).__name__} is {task.batch_size}; it must be at least 1")
+    # a step of all workers may well be more than an epoch: their mini-batches are then of different epochs
+    check_batch(task, count if task.source is None else count // workers)
     return count
+
+
+def check_batch(task: Task, count: int) -> None:
+    """Refuse a mini-batch that is larger than the data of a worker, for it would hold samples twice."""
+    if task.batch_size > count:
+        fewer = "" if task.source is None else ", or use fewer workers, of whom each has a larger part of the data"
+        raise TaskError(
+            f"task {type(task).__name__} has mini-batches of {task.batch_size} samples, and a worker has {count} "
+            f"training samples to take them from: set batch_size to at most {count}{fewer}"
+        )
 
 
 class Batches:

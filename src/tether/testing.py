@@ -58,11 +58,7 @@ class Blobs(Task):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         points, labels = self.train_data().tensors
-        model.eval()
-        with torch.no_grad():
-            wrong = (model(points).argmax(1) != labels).float().mean()
-        model.train()
-        return {"error": float(wrong)}
+        return {"error": float((model(points).argmax(1) != labels).float().mean())}
 
 
 def descendants(pid: int) -> dict[str, int]:

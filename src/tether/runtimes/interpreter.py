@@ -185,6 +185,7 @@ class Interpreter:
                 queue.extend(self.collectives.lost(peer))
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
+                self.meter.gradients_skipped = self.replica.skipped
                 if not self.host.virtual:
                     self.meter.load_seconds = self.replica.load_seconds
                 self.tracer.span("compute", "gradient", now - seconds, now)
