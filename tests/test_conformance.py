@@ -54,7 +54,7 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         grid.Done((1, "worker-0", 3), 1, 5),
         grid.Tally(3, 48),
     ],
-    Mpca: [mpca.Projected(2, 7, 0.05, torch.arange(3.0))],
+    Mpca: [mpca.Projected(2, 7, 0.05, 0.1, torch.arange(3.0)), mpca.AreYouThere(), mpca.Here()],
 }
 
 
