@@ -336,7 +336,8 @@ class MpcaHub:
             projected = Projected(shard, cycle, alpha, self._step_seconds(), self._projected[shard])
             effects += [Broadcast(stream_of(tag), members, projected), Reduce(tag, members)]
             if usual := self._usual_seconds[shard]:
-                effects.append(SetTimer(stream_of(tag), self._patience[shard] * max(usual, CYCLE_SECONDS_MIN)))
+                limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + projected.step_seconds
+                effects.append(SetTimer(stream_of(tag), limit))
         return effects
 
     def _next(self) -> int | None:
@@ -364,8 +365,8 @@ class MpcaHub:
         if flight.overdue:
             effects = self._ask_missing(flight, reduced.contributors)
         else:
-            usual = self._usual_seconds[shard]
-            self._usual_seconds[shard] = FADING * usual + (1 - FADING) * seconds if usual else seconds
+            fading = FADING * self._usual_seconds[shard] + (1 - FADING) * seconds
+            self._usual_seconds[shard] = max(seconds, fading)
             self._patience[shard] = PATIENCE
         taus = self._new_steps(shard, reduced)
         self._measure(shard, dict(zip(reduced.contributors, taus, strict=True)), seconds, now)
