@@ -463,6 +463,24 @@ def test_a_shard_that_is_overdue_closes_with_what_has_come_and_those_missing_are
     assert timer.seconds == pytest.approx(PATIENCE * 0.2 + hub.sent[0].step_seconds)
 
 
+def test_who_answers_but_is_missing_again_is_left_out_longer_each_time() -> None:
+    hub = HubAlone(Mpca(phases=1), workers=2)
+    hub.reduce(0, numbers(1, 2, 7), (1, 1), now=0.1)
+    now, steps, tried = 0.1, 1, []
+    for cycle in range(1, 120):
+        (flight,) = hub.machine._under_way.values()
+        both, steps = len(flight.members) == 3, steps + 1
+        tried += [cycle] if both else []
+        now += 0.1
+        if both:
+            hub.feed(TimerFired("shard 0"), now)
+        hub.feed(Reduced(f"shard 0 {cycle}", numbers(cycle, 7), 1.0, ("worker-0",), (steps,)), now)
+        if both:
+            hub.feed(Received("worker-1", Here()), now)
+    gaps = [b - a for a, b in itertools.pairwise(tried)]
+    assert gaps[0] == 2 and gaps[1] >= PATIENCE**2 and gaps[2] >= PATIENCE**3, tried
+
+
 def test_if_nobody_answers_the_first_who_does_goes_on() -> None:
     hub = HubAlone(Mpca(phases=2), workers=2)
     for shard in (0, 1):

@@ -32,7 +32,9 @@ contributes what it has, with weight 0 if that is nothing. As long as nobody has
 
 A worker that does not answer at all, because it is paused or cut off, is left out: a shard that takes several times as
 long as it usually does closes with what has come, and the hub asks those that are missing whether they are there. They
-take part again as soon as they answer. What they made meanwhile counts as no more than a usual contribution.
+take part again as soon as they answer; later, the more often they answered and were missing again, as where the process
+that brings a worker its values is paused and not the worker. What they made meanwhile counts as no more than a usual
+contribution.
 
 A worker tells how many steps it has made in all, and the hub counts those that are new in each shard. So a contribution
 that came too late is not lost: the next one tells of its steps as well.
@@ -272,6 +274,9 @@ class MpcaHub:
         self.present: list[str] = []
         #: of those present, who did not answer lately
         self.silent: set[str] = set()
+        #: how often each was missing since its last contribution, and until when it is left out for that
+        self._misses: dict[str, int] = {}
+        self._left_out: dict[str, float] = {}
         self._cut = options.cut(seat)
         self.ready = deque(range(len(self._cut)))
         self._under_way: dict[str, _Flight] = {}
@@ -309,6 +314,8 @@ class MpcaHub:
                 return self._give_up(stream)
             case Received(sender=worker, message=Here()):
                 self.silent.discard(worker)
+                if (misses := self._misses.get(worker, 0)) > 1:
+                    self._left_out[worker] = now + PATIENCE**misses * max(self._usual_seconds)
                 return self._launch(now)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
@@ -316,7 +323,8 @@ class MpcaHub:
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
                 self.silent.discard(peer)
-                self._rhythms.pop(peer, None)
+                for known in (self._misses, self._left_out, self._rhythms):
+                    known.pop(peer, None)
                 for told in self._told:
                     told.pop(peer, None)
             case StopRequested(reason=reason):
@@ -326,7 +334,9 @@ class MpcaHub:
     def _launch(self, now: float) -> list[Effect]:
         """Send off the shards that are ready, as many as may be under way."""
         effects: list[Effect] = []
-        members = ("hub", *(worker for worker in self.present if worker not in self.silent))
+        answering = [worker for worker in self.present if worker not in self.silent]
+        trusted = [worker for worker in answering if self._left_out.get(worker, now) <= now]
+        members = ("hub", *(trusted or answering))
         while len(members) > 1 and (shard := self._next()) is not None:
             self.ready.remove(shard)
             cycle = self.cycles[shard]
@@ -368,6 +378,8 @@ class MpcaHub:
             fading = FADING * self._usual_seconds[shard] + (1 - FADING) * seconds
             self._usual_seconds[shard] = max(seconds, fading)
             self._patience[shard] = PATIENCE
+        for worker in reduced.contributors:
+            self._misses.pop(worker, None)
         taus = self._new_steps(shard, reduced)
         self._measure(shard, dict(zip(reduced.contributors, taus, strict=True)), seconds, now)
         if reduced.total is not None and reduced.weight > 0:
@@ -396,6 +408,7 @@ class MpcaHub:
         missing = [worker for worker in flight.members[1:] if worker in self.present and worker not in contributors]
         asked = [worker for worker in missing if worker not in self.silent]
         self.silent.update(asked)
+        self._misses |= {worker: self._misses.get(worker, 0) + 1 for worker in asked}
         return [Send(worker, AreYouThere()) for worker in asked]
 
     def _new_steps(self, shard: int, reduced: Reduced) -> list[int]:
