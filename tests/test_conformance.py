@@ -59,7 +59,7 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         grid.Holdings(2, (3, 5), (7,)),
         grid.Tally(3),
     ],
-    Mpca: [mpca.Projected(2, 7, 0.05, torch.arange(3.0))],
+    Mpca: [mpca.Projected(2, 7, 0.05, 0.1, torch.arange(3.0)), mpca.AreYouThere(), mpca.Here()],
 }
 
 

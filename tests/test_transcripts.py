@@ -38,8 +38,8 @@ VARIANTS: dict[Options, int] = {
     Averaging(): 5,
     Elastic(tau=2): 5,
     Elastic(tau=4, exchangers=1): 9,
-    Mpca(phases=1): 4,
-    Mpca(phases=2): 2,
+    Mpca(phases=1): 3,
+    Mpca(phases=2): 1,
     Grid(dimensions=1, steps_per_round=2): 4,
 }
 LINES_MAX = 60

@@ -186,13 +186,15 @@ def test_a_search_in_processes_gives_them_the_part_only() -> None:
 
 
 def test_mpca_6_3_the_schedule_of_alpha_must_leave_room_for_alpha_itself() -> None:
-    """By default the target is reached after 220 steps: in fewer, all values would look alike."""
-    short: Any = {"protocol": Mpca(), "task": Blobs()}
+    """The paper's target is reached after 220 steps: in fewer, all values would look alike."""
+    short: Any = {"protocol": Mpca(free_steps=20, settle_steps=200), "task": Blobs()}
     with pytest.raises(UsageError, match=r"from step 220 on, and these runs have 13 steps: .* Give 282 epochs"):
         search((0.01, 0.1), **short, epochs=8, on=replace(QUICK, workers=4))
     quick = {**short, "protocol": Mpca(free_steps=2, settle_steps=18)}
     found = search((0.01, 0.1), **quick, epochs=None)
     assert all(point.value is not None and point.steps >= 40 for point in found.points)
+    by_shares = search((0.01, 0.1), **{**short, "protocol": Mpca()}, epochs=8)
+    assert all(point.value is not None for point in by_shares.points)
 
 
 # ---- the words, against made-up points ------------------------------------------------------------------------------

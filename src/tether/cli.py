@@ -233,16 +233,16 @@ def bench_(
         str,
         typer.Argument(
             metavar="NAME",
-            help="accuracy, allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, table2 or "
-            "utilization.",
+            help="accuracy, allreduce, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, "
+            "table2 or utilization.",
         ),
     ],
-    task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,
+    task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given. cycles: several.")] = None,
     data: DataOption = None,
     workload: Annotated[str | None, typer.Option(help="table2: one of its workloads; all three unless given.")] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="accuracy, mpca, scaling, table2: runs of each that count together; 3 unless given."),
+        typer.Option(help="accuracy, cycles, mpca, scaling, table2: runs of each that count together; 3 unless given."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="scaling: where its picture goes; scaling.png here.")] = None,
     rounds: Annotated[int | None, typer.Option(help="overhead, spark, utilization: how many turns are made.")] = None,
@@ -251,12 +251,20 @@ def bench_(
         str | None,
         typer.Option(help="spark: on hosts with links of this speed, such as 1gbit, made of network namespaces."),
     ] = None,
+    workers: Annotated[str | None, typer.Option(help="cycles: numbers of workers; 3,8 unless given.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="cycles: lengths of runs, in steps; 100,400,2000,10000 unless given.")
+    ] = None,
+    cycle: Annotated[
+        str | None, typer.Option(help="cycles: how many steps an exchange takes; 1,10,50,100 unless given.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure something, as ratios."""
     measure = bench.named(name)
     given = {"task": task, "data": data, "workload": workload, "seeds": seeds, "picture": picture}
     given |= {"rounds": rounds, "master": master, "link": link}
+    given |= {"workers": workers, "steps": steps, "cycle": cycle}
     options = {option: value for option, value in given.items() if value is not None}
     if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
         raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")

@@ -203,14 +203,18 @@ class Reduce(Effect, frozen=True):
     """Take part in the weighted sum `tag` over `members`. The root, `members[0]`, opens it and contributes nothing.
 
     The last word of a tag numbers the reduction; the words before it are the stream of the broadcasts that answer it,
-    such as "shard 2" in "shard 2 7". What compression loses of one sum is added to the next of the same stream.
+    such as "shard 2" in "shard 2 7". Reductions of one stream follow each other, with growing numbers. What compression
+    loses of one sum is added to the next of the same stream.
+
+    A root that does not want to wait any longer performs it again with itself as the only member: the reduction closes
+    with what has come.
     """
 
     tag: str
     members: tuple[str, ...]
     values: Tensor | None = None
     weight: float = 0.0
-    #: how many steps are in the values, for the root to know
+    #: steps that the member tells the root
     steps: int = 0
 
 

@@ -69,7 +69,7 @@ class Task:
 
         A step of the run is one mini-batch of every worker, whichever protocol trains, so a schedule means the same for
         all of them. `length` says how many there are: `OneCycleLR(optimizer, 0.1, length.steps)`,
-        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` follows the
+        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` goes by the
         evaluations of the joint model.
         """
         return None

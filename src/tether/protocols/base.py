@@ -115,6 +115,11 @@ class Pace:
     def steps_left(self) -> int:
         return self.schedule.steps - self.step
 
+    def left(self, workers: int) -> int:
+        """How many gradients so many workers have still to make."""
+        goal = self.schedule.goal
+        return self.steps_left * workers if goal is None else max(0, goal - self.position)
+
     @property
     def complete(self) -> bool:
         """The goal is reached."""

@@ -18,11 +18,14 @@ Rates: alpha is 0.9/K for K workers present unless given, and alpha' is alpha (e
 at every so many steps (DeepSpark, equation 5), or the hub's alone does (equation 6). The hub tells a worker its rate
 with the centre and remembers its own for the difference that will come. Exchanges that overlap have read the same
 centre: together they must not move it beyond the workers, or it would swing ever wider. So where the hub's rates under
-way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1.
+way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1. Without `throttle`
+every exchange has its full rates, as in DeepSpark, whose figures 4, 5 and 8 have alpha up to 0.99.
 
 tau "auto": a hub with one link serves K workers one after the other, so tau steps must last as long as K downloads
 (MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the latest answers
-measures a download that had the link for itself.
+measures a download that had the link for itself. At first all workers ask at the same time. Until an answer has been
+measured, a worker that asks ahead does not stand still for the centre, but exchanges at the end of the step in which it
+comes, however many steps it has made by then.
 
 The exchanger: the hub lets so many workers exchange at a time, from its answer until the difference is back; further
 ones wait in a queue. Copying the centre and adding to it is loose: threads do it side by side without a lock.
@@ -30,14 +33,15 @@ ones wait in a queue. Copying the centre and adding to it is loose: threads do i
 BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates, and since the
 hub is sent the worker's own, they stay between the two.
 
-The hub counts the steps of every difference it takes. With the centre it deals the mini-batches of the next tau steps;
-near the end only what is left. A worker that gets none stands idle until somebody dies or gives some back.
+The hub counts the steps of every difference it takes. Near the end it hands out only what is left to make, and a worker
+that is dealt no more mini-batches exchanges what it has.
 
-A worker that dies gives its place up; its difference has come whole or not at all, so the centre is whole. One that
-comes begins with the centre.
+The workers of a new run begin at once, since the seed or the checkpoint gives all of them the centre. One that comes
+later asks for it first. A worker that dies gives its place up; its difference has come whole or not at all, so the
+centre is whole.
 
 Invariants: a worker asks once for every exchange; no more workers exchange than the exchanger has places; nobody waits
-while a place is free; the hub's rates under way add up to 1 at most.
+while a place is free; throttled, the hub's rates under way add up to 1 at most.
 """
 
 from __future__ import annotations
@@ -46,7 +50,6 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import Literal
 
 from torch import Tensor
@@ -55,7 +58,6 @@ from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
     Add,
     Blend,
-    Compute,
     Effect,
     Event,
     GradientReady,
@@ -74,12 +76,14 @@ from tether.machine import (
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
-from tether.protocols.ledger import UPCOMING, Lease, More, Recall, Returned
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 
 #: alpha times the number of workers, unless alpha is given
 BETA = 0.9
 #: tau above the least that avoids collisions
 ROOM = 1.3
+#: so many of each worker's answers are the latest
+ANSWERS_KEPT = 4
 
 
 class Ask(Message, frozen=True):
@@ -89,15 +93,15 @@ class Ask(Message, frozen=True):
 
 
 class Centre(Message, frozen=True):
-    """Hub to worker: the centre, the worker's rate, and the mini-batches to train on until the next exchange.
+    """Hub to worker: the centre, the worker's rate, and how many steps to make until the next exchange.
 
-    `position` is how many mini-batches of the run count so far.
+    If `early`, that many at most: the next exchange is as soon as the next centre is there.
     """
 
     values: Tensor
     alpha: float
-    batches: tuple[int, ...]
-    position: int
+    tau: int
+    early: bool = False
 
 
 class Difference(Message, frozen=True):
@@ -126,6 +130,11 @@ class Elastic(Options):
     decay_limit: int | None = option(None, "decay at most so often; none: for ever")
     decays: Literal["both", "master"] = option("both", "which rates decay: both, or the centre's (equation 6)")
     ahead: bool = option(True, "ask for the centre so early that it is there when it is needed")
+    throttle: bool = option(
+        True,
+        "scale the rates of exchanges that overlap, so that together they move the centre no further than the workers "
+        "are; without it a large alpha acts in full, as in DeepSpark, and may diverge",
+    )
     exchangers: int = option(8, "how many workers exchange at a time; further ones wait in a queue")
 
     name = "elastic"
@@ -160,6 +169,7 @@ class Elastic(Options):
             cls(tau=1, alpha=0.3),
             cls(tau=4, ahead=False, exchangers=1),
             cls(tau=3, decay=0.8, decay_every=10, decay_limit=2),
+            cls(tau=6, alpha=0.2, throttle=False),
             cls(tau=5, alpha=0.4, master_alpha=0.3, decay=0.7, decay_every=15, decays="master"),
         )
 
@@ -168,7 +178,18 @@ class Elastic(Options):
         return self.exchangers
 
     def machine(self, seat: Seat) -> Machine:
-        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat, self.ahead)
+        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat, self)
+
+    def tau_at_start(self, seat: Seat) -> int:
+        """The tau that a run begins with; 0 if it has yet to be measured."""
+        if self.tau != "auto":
+            return self.tau
+        return int(seat.restored["tau"]) if seat.restored else int(not self.ahead)
+
+    def first_steps(self, seat: Seat) -> tuple[int, bool]:
+        """How many steps a worker makes until its first exchange, and whether that may be sooner."""
+        tau, left = self.tau_at_start(seat), max(1, seat.schedule.steps - seat.schedule.first_step)
+        return min(tau, left) or left, not tau
 
     def rates(self, workers: int, step: int) -> tuple[float, float]:
         """The worker's and the centre's rate at a step."""
@@ -199,6 +220,8 @@ class _Exchange:
     granted_at: float
     alpha: float
     master_alpha: float
+    #: the steps that come with the difference
+    steps: int
 
 
 class ElasticHub:
@@ -207,15 +230,19 @@ class ElasticHub:
     def __init__(self, seat: Seat, options: Elastic) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat, lambda: {"tau": self.tau}, dealt=False)
+        self.pace = Pace(seat, lambda: {"tau": self.tau})
         self.present: set[str] = set()
         self.exchanges = 0
         self._auto = options.tau == "auto"
-        self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
+        #: 0: not known yet
+        self.tau = options.tau_at_start(seat)
         self._queue: deque[_Request] = deque()
         self._open: dict[str, _Exchange] = {}
-        #: what each worker's latest exchange took: the answer and its mean step
-        self._efforts: dict[str, tuple[float, float]] = {}
+        #: steps that each worker is making, or has made and not told of yet
+        self._issued: dict[str, int] = {}
+        #: what each worker's latest answers took, and its mean step
+        self._answers: dict[str, deque[float]] = {}
+        self._step_seconds: dict[str, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
@@ -224,6 +251,8 @@ class ElasticHub:
             case Started(members=members):
                 self.present = {worker for worker in self.seat.workers if worker in members}
                 self.pace.begin(members)
+                tau, early = self.options.first_steps(self.seat)
+                self._issued = dict.fromkeys(self.present, 1 if early else tau)
             case Received(sender=worker, message=Ask(first=True)):
                 return self._send_centre(worker, 1.0)
             case Received(sender=worker, message=Ask()):
@@ -239,8 +268,8 @@ class ElasticHub:
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
                 self._queue = deque(request for request in self._queue if request.worker != peer)
-                self._open.pop(peer, None)
-                self._efforts.pop(peer, None)
+                for kept in (self._open, self._issued, self._answers, self._step_seconds):
+                    kept.pop(peer, None)
                 return [*self.pace.lose(peer), *self._serve(now)]
             case StopRequested(reason=reason):
                 return self.pace.finish(reason)
@@ -253,9 +282,10 @@ class ElasticHub:
             request = self._queue.popleft()
             alpha, master_alpha = self.options.rates(len(self.present), self.pace.step)
             taken = self._rates_under_way()
-            if taken + master_alpha > 1:
+            if self.options.throttle and taken + master_alpha > 1:
                 alpha, master_alpha = alpha * (1 - taken), master_alpha * (1 - taken)
-            self._open[request.worker] = _Exchange(request, now, alpha, master_alpha)
+            made = self._issued.pop(request.worker)
+            self._open[request.worker] = _Exchange(request, now, alpha, master_alpha, made)
             effects += self._send_centre(request.worker, alpha)
         return effects
 
@@ -263,19 +293,25 @@ class ElasticHub:
         return sum(exchange.master_alpha for exchange in self._open.values())
 
     def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
-        tau, ledger = self.tau, self.pace.ledger
-        if self.pace.schedule.goal is None:
-            under_way = sum(map(len, ledger.held.values()))
-            tau = max(1, min(tau, self.pace.steps_left * len(self.present) - under_way))
-        batches = ledger.deal(worker, tau, share=1)
-        if not batches:
-            ledger.waiting[worker] = More(tau, idle=True)
-        return [Send(worker, Centre(snapshot(loose=True), alpha, batches, self.pace.position))]
+        tau, early = self._issue(worker)
+        return [Send(worker, Centre(snapshot(loose=True), alpha, tau, early))]
+
+    def _issue(self, worker: str) -> tuple[int, bool]:
+        """How many steps a worker makes until its next exchange, and whether that may be sooner."""
+        self._issued.pop(worker, None)
+        under_way = sum(self._issued.values()) + sum(exchange.steps for exchange in self._open.values())
+        left = max(1, self.pace.left(len(self.present)) - under_way)
+        if not self.tau:
+            self._issued[worker] = 1
+            return max(1, left // len(self.present)), True
+        tau = self._issued[worker] = min(self.tau, left)
+        return tau, False
 
     def _take(self, worker: str, difference: Difference, now: float) -> list[Effect]:
         exchange = self._open.pop(worker)
         self.exchanges += 1
-        self._efforts[worker] = difference.answer_seconds, difference.step_seconds
+        self._answers.setdefault(worker, deque(maxlen=ANSWERS_KEPT)).append(difference.answer_seconds)
+        self._step_seconds[worker] = difference.step_seconds
         if self._auto:
             self.tau = self._choose_tau()
         row = Record(
@@ -301,40 +337,40 @@ class ElasticHub:
         return moves if self.pace.over else moves + self._serve(now)
 
     def _choose_tau(self) -> int:
-        download = min(answer for answer, _ in self._efforts.values())
-        step = statistics.median(step for _, step in self._efforts.values())
+        download = min(answer for answers in self._answers.values() for answer in answers)
+        step = statistics.median(self._step_seconds.values())
         return max(1, math.ceil(ROOM * len(self.present) * download / step)) if step > 0 else self.tau
 
     def check(self) -> None:
-        self.pace.ledger.check()
         places = self.options.exchangers
         if len(self._open) > places:
             raise InvariantBroken(f"{len(self._open)} workers exchange; there are {places} places")
         if self._queue and len(self._open) < places and not self.pace.over:
             raise InvariantBroken(f"{self._queue[0].worker} waits while a place is free")
-        if self._rates_under_way() > 1 + 1e-9:
+        if self.options.throttle and self._rates_under_way() > 1 + 1e-9:
             raise InvariantBroken(f"the rates under way add up to {self._rates_under_way()}")
         known = [*self._open, *(request.worker for request in self._queue)]
         if len(set(known)) != len(known):
             raise InvariantBroken(f"a worker exchanges twice at a time: {known}")
         if not set(known) <= self.present:
             raise InvariantBroken(f"an absent worker exchanges: {set(known) - self.present}")
+        self.pace.ledger.check()
 
 
 class ElasticWorker:
     """Steps by itself and exchanges with the centre after every tau steps."""
 
-    def __init__(self, seat: Seat, ahead: bool) -> None:
+    def __init__(self, seat: Seat, options: Elastic) -> None:
         self.seat = seat
-        self.ahead = ahead
+        self.ahead = options.ahead
+        self._options = options
+        self.portion = Portion(seat, lambda more: [Send("hub", more)])
         self.tau = 0
+        #: it exchanges as soon as the centre is there
+        self.early = False
         self.steps = 0
         self.asked = False
-        #: what it was dealt and has not begun
-        self.batches: deque[int] = deque()
-        self.position = 0
         self._centre: Centre | None = None
-        self._first = True
         self._step_seconds = 0.0
         self._asked_at = 0.0
         #: how long the last request took, and since when the worker stands still
@@ -344,7 +380,7 @@ class ElasticWorker:
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
-                return self._ask(now, first=True)
+                return self._start(now)
             case GradientReady(seconds=seconds):
                 self.steps += 1
                 self._step_seconds += (seconds - self._step_seconds) / self.steps
@@ -353,45 +389,46 @@ class ElasticWorker:
             case Received(message=Centre() as centre):
                 self._answer_seconds = now - self._asked_at
                 self._centre = centre
-                if self._first:
-                    self._first = False
+                if not self.tau:
                     self._take_up(centre)
-                    return [Install(centre.values), *self._compute(), *self._ask_in_time(now)]
-                return self._go_on(now) if self.steps == self.tau else []
-            case Received(message=Lease(batches=batches, position=position)):
-                computing = self.tau - self.steps > len(self.batches)
-                self.tau, self.position = self.tau + len(batches), max(self.position, position)
-                self.batches.extend(batches)
-                return [*([] if computing else self._compute()), *self._ask_in_time(now)]
+                    return [Install(centre.values), *self.portion.compute(), *self._ask_in_time(now)]
+                return self._go_on(now) if self._is_done else []
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
             case Received(message=Recall()):
-                given = [self.batches.pop() for _ in range(len(self.batches) // 2)]
-                self.tau -= len(given)
-                return [Send("hub", Returned(tuple(reversed(given))))]
+                return [Send("hub", self.portion.give())]
         return []
 
-    def _compute(self) -> list[Effect]:
-        """Take the next gradient, if it was dealt a mini-batch for it."""
-        if not self.batches:
-            return []
-        batch = self.batches.popleft()
-        self.position = max(self.position, batch)
-        return [Compute(batch=batch, upcoming=tuple(islice(self.batches, UPCOMING)), position=self.position)]
+    @property
+    def _is_done(self) -> bool:
+        """All steps until the next exchange are made, or there is nothing to make more of."""
+        return self.steps == self.tau or (self.portion.idle and self.steps > 0)
+
+    def _start(self, now: float) -> list[Effect]:
+        """Begin at once with the model that all begin with, unless the others have begun long ago."""
+        if self.seat.node.life > 1:
+            return self._ask(now, first=True)
+        self.tau, self.early = self._options.first_steps(self.seat)
+        return [*self.portion.compute(), *self._ask_in_time(now)]
 
     def _go_on(self, now: float) -> list[Effect]:
         """At the end of a step, or when the centre that was waited for has come."""
-        if self.steps < self.tau:
-            return [*self._ask_in_time(now), *self._compute()]
+        effects: list[Effect] = []
+        if not self._is_done and not (self.early and self._centre is not None):
+            effects = self.portion.compute()
+            if not self._is_done:
+                return [*self._ask_in_time(now), *effects]
         if self._centre is None:
-            return self._ask_in_time(now)
-        exchange = self._exchange(self._centre, now - self._idle_since)
+            return [*effects, *self._ask_in_time(now)]
+        effects += self._exchange(self._centre, now - self._idle_since)
         self._take_up(self._centre)
-        return [*exchange, *self._ask_in_time(now), *self._compute()]
+        return [*effects, *self._ask_in_time(now), *self.portion.compute()]
 
     def _ask_in_time(self, now: float) -> list[Effect]:
         """Ask if the answer would otherwise come after the last step, as far as the last one tells."""
         left = (self.tau - self.steps) * self._step_seconds
         late = self.ahead and 0 < left < self._answer_seconds + self._step_seconds
-        return self._ask(now) if self.tau and (late or self.steps == self.tau) and not self.asked else []
+        return self._ask(now) if (late or self.early or self._is_done) and not self.asked else []
 
     def _ask(self, now: float, first: bool = False) -> list[Effect]:
         self.asked = True
@@ -411,9 +448,8 @@ class ElasticWorker:
         return [Send("hub", difference), Blend(centre.values, centre.alpha)]
 
     def _take_up(self, centre: Centre) -> None:
-        self.tau, self._centre, self.asked, self.steps = len(centre.batches), None, False, 0
-        self.batches.extend(centre.batches)
-        self.position = max(self.position, centre.position)
+        self.tau, self.early, self._centre, self.asked = centre.tau, centre.early, None, False
+        self.steps = 0
 
     def check(self) -> None:
         if self.steps > self.tau:

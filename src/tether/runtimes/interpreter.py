@@ -236,7 +236,7 @@ class Interpreter:
                 else:
                     self._send(to, self._resolve(message, self._snapshots))
             case Reduce(tag=tag):
-                self._reducing[tag] = now
+                self._reducing.setdefault(tag, now)
                 return self.collectives.reduce(self._resolve(effect, self._snapshots))
             case Broadcast(stream=stream, members=members, message=message):
                 self.collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))

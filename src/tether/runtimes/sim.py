@@ -7,6 +7,10 @@ is sent and when it is delivered.
 
 The network: a message occupies the sender's interface for bytes/bandwidth, in the order of sending; its head reaches
 the receiver `latency` later and then occupies the receiver's interface for bytes/bandwidth, in the order of arrival.
+
+Broadcasts and reductions may have a price beside that, such as that of Spark's jobs and of serialization: the root
+prepares broadcasts one after the other before they leave it, and takes in finished reductions one after the other, each
+for `exchange_seconds` and for bytes/`exchange_rate`.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,6 +31,7 @@ from tether import units
 from tether.compress import Packed
 from tether.errors import InvariantBroken, RunError, Stalled, UsageError
 from tether.machine import (
+    Broadcast,
     Checkpoint,
     Compute,
     Evaluate,
@@ -37,6 +43,8 @@ from tether.machine import (
     PeerJoined,
     PeerLost,
     Received,
+    Reduce,
+    Reduced,
     Row,
     Started,
     StopRequested,
@@ -45,12 +53,13 @@ from tether.machine import (
     tensors_of,
 )
 from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
-from tether.runtimes.collectives import Down, Up
+from tether.runtimes.collectives import Collectives, Down, Up
 from tether.runtimes.faults import Fault, Faults
 from tether.runtimes.interpreter import Interpreter, T, message_bytes
 from tether.runtimes.randomness import random_state, randomness_kept, restore_random, seed_all
 from tether.trace import Tracer
 from tether.vector import Shared, raw_bytes
+from tether.wire import payload_bytes
 
 #: what a message weighs besides its tensors
 HEADER_BYTES = 200
@@ -94,6 +103,9 @@ class Sim:
     latency: str | float = "0.2ms"
     step_seconds: str | float | StepTime = 0.1
     model_bytes: str | int | None = None
+    #: what a broadcast or a reduction costs beside the link: per use, and as a bandwidth; None is nothing
+    exchange_seconds: str | float = 0.0
+    exchange_rate: str | float | None = None
     faults: Faults = field(default_factory=Faults)
     #: check invariants after every event and tensors after every transfer
     checked: bool = True
@@ -115,6 +127,9 @@ class Sim:
         if units.bytes_per_second(self.link, "the link") <= 0:
             raise UsageError("the link needs some bandwidth, such as 1gbit")
         units.seconds(self.latency, "the latency")
+        units.seconds(self.exchange_seconds, "exchange_seconds")
+        if self.exchange_rate is not None and units.bytes_per_second(self.exchange_rate, "exchange_rate") <= 0:
+            raise UsageError("exchange_rate is a bandwidth, such as 200mbit; leave it out if bytes cost nothing more")
         self.step_time  # noqa: B018 (refuses a bad value now)
         if self.model_bytes is not None and units.byte_count(self.model_bytes, "model_bytes") <= 0:
             raise UsageError("model_bytes must be more than 0, such as 7MiB")
@@ -124,6 +139,11 @@ class Sim:
         if isinstance(self.step_seconds, StepTime):
             return self.step_seconds
         return StepTime(units.seconds(self.step_seconds, "step_seconds"))
+
+    @property
+    def priced(self) -> bool:
+        """Whether broadcasts and reductions cost more than the link."""
+        return units.seconds(self.exchange_seconds) > 0 or self.exchange_rate is not None
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         threads = torch.get_num_threads()
@@ -142,6 +162,8 @@ class Sim:
             "latency": self.latency,
             "step_seconds": self.step_time.seconds,
             "model_bytes": self.model_bytes,
+            "exchange_seconds": self.exchange_seconds,
+            "exchange_rate": self.exchange_rate,
             "threads": self.threads,
         }
 
@@ -195,6 +217,46 @@ class _Cut:
     until: float = 0.0
 
 
+class _Priced(Collectives):
+    """Collectives with a price at the root: broadcasts leave it later, and reductions close later."""
+
+    def __init__(self, place: _Place, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._place = place
+        settings = place.simulation.settings
+        self._seconds = units.seconds(settings.exchange_seconds)
+        rate = settings.exchange_rate
+        self._seconds_per_byte = 0.0 if rate is None else place.bytes_scale / units.bytes_per_second(rate)
+        #: until when the root is busy with earlier ones, in each direction
+        self._out_free = self._in_free = 0.0
+
+    def broadcast(self, effect: Broadcast) -> None:
+        simulation = self._place.simulation
+        self._out_free = max(self._out_free, simulation.now) + self._price(message_bytes(effect.message))
+        simulation.at(self._out_free, super().broadcast, effect)
+
+    def reduce(self, effect: Reduce) -> list[Event]:
+        return self._later(super().reduce(effect))
+
+    def receive(self, message: Up | Down[Any]) -> list[Event]:
+        return self._later(super().receive(message))
+
+    def lost(self, peer: str) -> list[Event]:
+        return self._later(super().lost(peer))
+
+    def _price(self, size: int) -> float:
+        return self._seconds + size * self._seconds_per_byte
+
+    def _later(self, events: list[Event]) -> list[Event]:
+        simulation = self._place.simulation
+        for event in events:
+            if isinstance(event, Reduced):
+                size = 0 if event.total is None else payload_bytes([event.total])
+                self._in_free = max(self._in_free, simulation.now) + self._price(size)
+                simulation.at(self._in_free, self._place.deliver, event)
+        return [event for event in events if not isinstance(event, Reduced)]
+
+
 class _Place:
     """A node in the simulation; also its interpreter's host."""
 
@@ -225,6 +287,7 @@ class _Place:
             recorder=simulation.plan.recorder(node, replica),
             checked=simulation.settings.checked,
             compress=simulation.plan.compress,
+            collectives=partial(_Priced, self) if simulation.settings.priced else Collectives,
         )
         #: how many evaluations its replica has been told of
         self._observed = 0
