@@ -7,7 +7,7 @@ import queue
 import threading
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -34,6 +34,9 @@ class Task:
     epochs: float = 5
     #: end after so many evaluations without a better metric, unless a run says how long it goes
     patience: int | None = None
+    #: the protocol that suits the task, where a run names none: its name and its options, such as {"name": "server",
+    #: "sync": "async"}. Set it on the class, where the command line finds it too
+    protocol: ClassVar[Mapping[str, Any]] = {"name": "averaging"}
     #: what brings each worker a part of the data of its own, where a runtime can; else `train_data` has all of it
     source: Any = None
 

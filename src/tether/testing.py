@@ -104,7 +104,7 @@ class Assassin(Progress):
         self.notes.append((time.monotonic(), text))
 
 
-def train_quietly(task: Task, protocol: Options, on: Runtime, directory: Path, **goal: Any) -> Result:
+def train_quietly(task: Task, protocol: Options | None, on: Runtime, directory: Path, **goal: Any) -> Result:
     """A run that shows nothing, in a directory of that name."""
     return run(task, protocol, on, run_dir=directory, progress=make_progress(quiet=True), **goal)
 
