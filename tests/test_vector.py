@@ -364,3 +364,16 @@ def test_a_learner_steps_with_its_newest_gradient_buffer() -> None:
     assert torch.equal(sent, first) and samples == 16
     assert torch.allclose(learner.weights, before - 0.5 * 0.05 * newest)
     assert learner.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_step_may_let_momentum_decay_as_that_of_several_and_leaves_the_optimizer_as_it_was() -> None:
+    task = Blobs(norm=False, momentum=0.9)
+    points, labels = task.train_data().tensors
+    learner = Learner(task, iter([[points[:16], labels[:16]]] * 2), node="worker-0", seed=3)
+    first = learner.compute("flat", fresh=True).gradient
+    learner.step(None, 1.0, momentum_power=3)
+    second = learner.compute("flat", fresh=True).gradient
+    before = learner.weights.clone()
+    learner.step(None, 1.0, momentum_power=3)
+    assert torch.allclose(learner.weights, before - 0.05 * (second + 0.9**3 * first))
+    assert learner.optimizer.param_groups[0]["momentum"] == 0.9

@@ -11,6 +11,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -136,25 +137,20 @@ class Learner:
             raise self._error(f"the loss became {value}", remedy, Diverged)
         return value
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), momentum_power: float = 1.0
+    ) -> None:
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
             self._show(gradient.to(self.weights), touched)
         in_rows = [(part, run, group) for part, run, group in self._row_runs if run.grad is None]
-        for part, run, group in in_rows:
-            if part.lazy:
-                part.step(self.optimizer, group, run, rate)
-            else:
-                run.grad = part.whole()
-        if rate == 1.0:
+        with _changed(self.optimizer, rate, momentum_power):
+            for part, run, group in in_rows:
+                if part.lazy:
+                    part.step(self.optimizer, group, run)
+                else:
+                    run.grad = part.whole()
             self.optimizer.step()
-        else:
-            usual = [group["lr"] for group in self.optimizer.param_groups]
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * rate
-            self.optimizer.step()
-            for group, lr in zip(self.optimizer.param_groups, usual, strict=True):
-                group["lr"] = lr
         for _, run, _ in in_rows:
             run.grad = None
         if gradient is not None:
@@ -285,7 +281,9 @@ class SyntheticLearner:
         given = self._gradient[:0] if wanted == "step" else self._gradient
         return Taken(given, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size)
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), momentum_power: float = 1.0
+    ) -> None:
         self.weights.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
 
     def load_gradient(self, gradient: Tensor) -> None:
@@ -296,6 +294,22 @@ class SyntheticLearner:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Plain gradient descent has no state."""
+
+
+@contextmanager
+def _changed(optimizer: torch.optim.Optimizer, rate: float, momentum_power: float) -> Iterator[None]:
+    """The optimizer with a learning rate of `rate` times its own, and SGD's momentum to a power, for one step."""
+    usual = [{name: group[name] for name in ("lr", "momentum") if name in group} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        if rate != 1.0:
+            group["lr"] = group["lr"] * rate
+        if group.get("momentum"):
+            group["momentum"] = group["momentum"] ** momentum_power
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, usual, strict=True):
+            group.update(own)
 
 
 def build_model(task: Task, seed: int) -> nn.Module:

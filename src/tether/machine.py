@@ -148,11 +148,15 @@ class Compute(Effect, frozen=True):
 
 
 class Step(Effect, frozen=True):
-    """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once."""
+    """One optimizer step, with the given gradient or the node's own.
+
+    This once, `rate` scales the learning rate, and SGD's momentum is raised to the power of `momentum_power`.
+    """
 
     gradient: Tensor | None = None
     rate: float = 1.0
     touched: tuple[Tensor, ...] = ()
+    momentum_power: float = 1.0
 
 
 class Install(Effect, frozen=True):
@@ -377,7 +381,9 @@ class Replica(Protocol):
         """Take the gradient of the next mini-batch."""
         ...
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), momentum_power: float = 1.0
+    ) -> None:
         """One optimizer step."""
         ...
 
@@ -402,8 +408,8 @@ def stream_of(tag: str) -> str:
 def change(replica: Replica, effect: Effect) -> bool:
     """Perform an effect that changes the node's own vector; whether it was one."""
     match effect:
-        case Step(gradient=gradient, rate=rate, touched=touched):
-            replica.step(gradient, rate, touched)
+        case Step(gradient=gradient, rate=rate, touched=touched, momentum_power=power):
+            replica.step(gradient, rate, touched, power)
         case Install(values=values, start=start):
             replica.weights[start : start + len(values)].copy_(values)
         case Add(values=values, rate=rate, start=start):

@@ -61,9 +61,9 @@ class Halt(Message, frozen=True):
 class InlineLearner:
     """Steps on the shared vector."""
 
-    def __init__(self, seat: Seat, rate: float) -> None:
+    def __init__(self, seat: Seat, step: Step) -> None:
         self.seat = seat
-        self.rate = rate
+        self._step = step
         self.halted = False
         self._steps = 0
         self._samples = 0
@@ -80,7 +80,7 @@ class InlineLearner:
                 self._steps += 1
                 self._samples += samples
                 tell = self._tell(now) if now - self._told_at >= TELL_SECONDS else []
-                return [Step(rate=self.rate), *tell, Compute()]
+                return [self._step, *tell, Compute()]
             case Received(message=Halt()):
                 self.halted = True
                 return self._tell(now)

@@ -5,12 +5,16 @@ one mini-batch and pushes it with the clock of the weights it was taken at; its 
 that. The optimizer runs at the hub, on the flat vector, with the mean of the gradients collected for an update:
 
 - hard (equation 3): one gradient of every learner present, all of the current clock. Staleness is always zero, and
-  lambda learners of mini-batch mu equal one learner of mini-batch lambda*mu (equation 7).
+  lambda learners of mini-batch mu equal one learner of mini-batch lambda*mu (equation 7) at the rate it is given here.
 - soft (equation 5): any c = floor(lambda/n) gradients. The average staleness comes out as n.
 - async (equation 4): every gradient at once, which is soft with n = lambda.
 
-Learning rate: sqrt(lambda*mu/B) in hardsync, B being the batch size it was chosen for; 1/n in softsync (equation 6);
-or by the average staleness of each update (equation 2), or for each gradient by its own (footnote 3).
+Learning rate: in hardsync times sqrt(lambda*mu/B), B being the batch size it was chosen for (section 3.2): the task's
+own, mu, unless given. To compare with a learner of mini-batch lambda*mu and the same rate, `rate="none"`. Otherwise over
+the square root of s, where s is one more than the average staleness of the update (equation 2), and the momentum of SGD
+to the power of s: a velocity goes on decaying while gradients are under way, and staleness is momentum of its own
+(Mitliagkas et al., "Asynchrony begets momentum"). The paper's 1/n (equation 6) remains a choice, as do the average
+staleness itself and that of each gradient (footnote 3).
 
 Architectures (section 3.3). In a star the learners talk to the hub. In a tree (Rudra-adv) they talk to an aggregator
 on their own host, which sends the mean of what it has collected upwards as one push and answers when it is answered,
@@ -150,6 +154,8 @@ class Got(Message, frozen=True):
 
 #: what learners that share the hub's weights need of the other options
 _PLAIN = {"sync": "async", "topology": "star", "overlap": False, "push_every": 1, "pull_every": 1}
+#: learning rates that need nothing of what only the hub knows
+_INLINE_RATES = ("auto", "none", "1/n", "staleness")
 
 
 @dataclass(frozen=True)
@@ -163,12 +169,17 @@ class Server(Options):
     topology: Literal["star", "tree"] = option("star", "learners talk to the hub (star) or to aggregators (tree)")
     fan_out: int = option(8, "tree: how many below each aggregator, and below the hub")
     overlap: bool = option(False, "weights are cast down a tree of learners; pushes run beside computation")
-    rate: Literal["auto", "none", "sqrt", "1/n", "average", "gradient"] = option(
+    rate: Literal["auto", "none", "sqrt", "1/n", "average", "gradient", "staleness"] = option(
         "auto",
-        "learning rate times: 1 (none), sqrt(lambda*mu/B) (sqrt), 1/n, one over an update's average staleness "
-        "(average) or each gradient's own (gradient); auto: sqrt in hardsync, else 1/n",
+        "learning rate times: 1 (none), sqrt(lambda*mu/B) (sqrt), 1/n (in async 1/lambda), one over an update's "
+        "average staleness (average) or each gradient's own (gradient), or 1/sqrt(s), and SGD's momentum to the power "
+        "of s, where s is 1 + the average staleness, inline lambda (staleness); auto: sqrt in hardsync, else staleness",
     )
-    reference_batch: int | None = option(None, "B: the batch size the learning rate was chosen for; none: lambda*mu")
+    reference_batch: int | None = option(
+        None,
+        "sqrt: B, the batch size the learning rate was chosen for; by default mu, the task's own, so that lambda "
+        "learners have sqrt(lambda) times its rate",
+    )
     push_every: int = option(1, "Downpour: steps between two pushes")
     pull_every: int = option(1, "Downpour: steps between two pulls; the learner steps by itself meanwhile")
     apply: Literal["server", "inline", "auto"] = option(
@@ -215,7 +226,7 @@ class Server(Options):
                 raise UsageError(f"{asked} needs {name}={value!r}, not {getattr(self, name)!r}")
         if self.shares and self.compress != "none":
             raise UsageError(f"with {asked} nothing is sent that compress={self.compress!r} could make smaller")
-        if self.apply == "inline" and self.rate not in ("auto", "none", "1/n"):
+        if self.apply == "inline" and self.rate not in _INLINE_RATES:
             raise UsageError(f"rate={self.rate!r} goes by what the hub knows of each gradient: use apply='server'")
         if self.apply == "inline" and self.consistent:
             raise UsageError("learners that step on shared weights read what others write: use apply='server'")
@@ -229,7 +240,7 @@ class Server(Options):
         chosen = self
         if self.apply == "auto":
             crowded = processors is not None and processors <= workers
-            able = plain and self.rate in ("auto", "none", "1/n") and not self.consistent
+            able = plain and self.rate in _INLINE_RATES and not self.consistent
             chosen = replace(self, apply="inline" if crowded and able else "server")
         if chosen.apply == "server" and chosen.consistent is None and plain and processors is not None:
             chosen = replace(chosen, consistent=False)
@@ -256,14 +267,30 @@ class Server(Options):
 
     def machine(self, seat: Seat) -> Machine:
         if self.apply == "inline":
-            rate = 1 / len(seat.workers) if self.rate == "1/n" else 1.0
-            return InlineHub(seat) if seat.node.role == "hub" else InlineLearner(seat, rate)
+            return InlineHub(seat) if seat.node.role == "hub" else InlineLearner(seat, self._inline_step(seat))
         match seat.node.role:
             case "hub":
                 return ServerHub(seat, self)
             case "aggregator":
                 return Aggregator(seat, self)
         return SharingLearner(seat) if self.shares else ServerLearner(seat, self)
+
+    @property
+    def rate_rule(self) -> str:
+        """How the learning rate is changed, with what is left to be chosen chosen."""
+        if self.rate != "auto":
+            return self.rate
+        return "sqrt" if self.sync == "hard" else "staleness"
+
+    def _inline_step(self, seat: Seat) -> Step:
+        """Nobody counts updates there; as many are made while a gradient is taken as there are other learners."""
+        learners = len(seat.workers)
+        match self.rate_rule:
+            case "1/n":
+                return Step(rate=1 / learners)
+            case "staleness":
+                return Step(rate=1 / math.sqrt(learners), momentum_power=learners)
+        return Step()
 
 
 def _tree(learners: list[Node], fan_out: int) -> list[Node]:
@@ -705,7 +732,7 @@ class ServerHub:
 
     def _scale(self, push: Push) -> float:
         """Per-gradient modulation: a push is scaled by the mean of one over the staleness of what is in it."""
-        if self._rate_rule() != "gradient":
+        if self.options.rate_rule != "gradient":
             return 1.0
         return statistics.fmean(1 / max(1, self.clock - mark.clock) for mark in push.marks)
 
@@ -726,7 +753,8 @@ class ServerHub:
         staleness = tuple(self.clock - mark.clock for mark in collected.marks)
         mean_staleness = statistics.fmean(staleness)
         gradient, buffers = collected.means()
-        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness), collected.touched)]
+        power = 1 + mean_staleness if self.options.rate_rule == "staleness" else 1.0
+        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness), collected.touched, power)]
         if len(buffers):
             effects.append(Install(buffers, start=self.seat.parameter_count))
         self.clock += 1
@@ -748,21 +776,18 @@ class ServerHub:
         gradients = len(collected.marks) * self.options.push_every
         return self.pace.advance_gradients(gradients, len(self.seat.workers), collected.samples, now)
 
-    def _rate_rule(self) -> str:
-        if self.options.rate != "auto":
-            return self.options.rate
-        return "sqrt" if self.options.sync == "hard" else "1/n"
-
     def _rate(self, mean_staleness: float) -> float:
         learners = max(1, len(self.present))
-        match self._rate_rule():
+        match self.options.rate_rule:
             case "sqrt":
-                together = learners * self.seat.schedule.batch_size
-                return math.sqrt(together / (self.options.reference_batch or together))
+                mu = self.seat.schedule.batch_size
+                return math.sqrt(learners * mu / (self.options.reference_batch or mu))
             case "1/n":
                 return 1 / (self.options.n if self.options.sync != "async" else learners)
             case "average":
                 return 1 / max(1.0, mean_staleness)
+            case "staleness":
+                return 1 / math.sqrt(1 + mean_staleness)
         return 1.0
 
     def _answer(self, child: str, have: int | None, push: bool) -> Effect:
