@@ -37,7 +37,7 @@ from tether.machine import (
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
 from tether.protocols.inline import HALT_SECONDS, TELL_SECONDS, Halt, InlineHub, InlineLearner, Tally
-from tether.protocols.server import Mark, Push
+from tether.protocols.pushes import Mark, Push
 from tether.run import resume, run
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
@@ -157,7 +157,7 @@ def test_a_step_inline_is_what_it_is_at_a_hub_with_as_many_learners(rate: Any) -
         mark = Mark(f"worker-{number % 4}", number, max(0, number - 4))
         effects = play(hub, Received(mark.learner, Push((mark,), torch.zeros(3), torch.zeros(0), 1, None)))
     (there,) = [effect for effect in effects if isinstance(effect, Step)]
-    assert (inline.rate, inline.momentum_power) == (there.rate, there.momentum_power)
+    assert (inline.rate, inline.staleness) == (there.rate, there.staleness)
 
 
 @pytest.mark.parametrize("apply", ["inline", "server"])

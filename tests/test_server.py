@@ -38,7 +38,8 @@ from tether.machine import (
     snapshot,
 )
 from tether.plan import Request, RunPlan
-from tether.protocols.server import UNANSWERED_MAX, Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.protocols.server import UNANSWERED_MAX
 from tether.runtimes.base import Outcome
 from tether.swarm import Nobody, Scenario, simulate
 from tether.task import SyntheticTask
@@ -283,18 +284,17 @@ def test_rudra_eq6_async_divides_the_rate_by_the_number_of_learners() -> None:
 
 
 @pytest.mark.parametrize("options", [ASYNC, SOFT], ids=lambda options: options.sync)
-def test_by_default_the_rate_falls_with_the_root_of_staleness_and_momentum_decays_by_all_of_it(options: Server) -> None:
+def test_by_default_the_rate_is_the_tasks_own_and_momentum_is_lessened_by_staleness(options: Server) -> None:
     hub = machine(options, workers=1)
     play(hub, started(1))
     pushes = [push("worker-0", clock=0, number=number) for number in range(1, 5)]
     made = [step for event in pushes for step in of_kind(play(hub, event), Step)]
-    assert [step.rate for step in made] == [pytest.approx(1 / math.sqrt(s)) for s in (1, 2, 3, 4)]
-    assert [step.momentum_power for step in made] == [1, 2, 3, 4]
+    assert [(step.rate, step.staleness) for step in made] == [(1, 0), (1, 1), (1, 2), (1, 3)]
 
 
 def test_in_hardsync_momentum_is_as_the_task_has_it() -> None:
     (step,) = of_kind(play(machine(Server(), workers=1), started(1), push("worker-0")), Step)
-    assert step.momentum_power == 1 and step.rate == 1
+    assert step.staleness == 0 and step.rate == 1
 
 
 @pytest.mark.parametrize("batch", [1, 4, 128])

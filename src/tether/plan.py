@@ -246,6 +246,10 @@ class RunPlan:
         return self.protocol.joint
 
     @property
+    def vital(self) -> frozenset[str]:
+        return self.protocol.vital
+
+    @property
     def messages(self) -> tuple[type[Message], ...]:
         return self.protocol.messages
 
@@ -273,12 +277,22 @@ class RunPlan:
         device: torch.device | None = None,
     ) -> tuple[Machine, Replica]:
         replica: Replica
+        part = self.protocol.part_of(node)
         if isinstance(self.task, SyntheticTask):
-            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty, shared=shared)
+            replica = SyntheticLearner(
+                self.task, index=node.index, seed=self.seed, empty=empty, shared=shared, part=part
+            )
         else:
             batches = self._batches(node)
             replica = Learner(
-                self.task, batches, node=node.name, seed=self.seed, empty=empty, shared=shared, device=device
+                self.task,
+                batches,
+                node=node.name,
+                seed=self.seed,
+                empty=empty,
+                shared=shared,
+                device=device,
+                part=part,
             )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):
@@ -288,7 +302,7 @@ class RunPlan:
                     "the task's model has changed since"
                 )
             replica.weights.copy_(restored.weights)
-            if self.joint in ("", node.name):
+            if self.joint == "" or node.name in self.vital:
                 replica.restore(restored.replica_state)
         seat = Seat(
             node,
