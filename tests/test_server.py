@@ -292,6 +292,14 @@ def test_by_default_the_rate_is_the_tasks_own_and_momentum_is_lessened_by_stalen
     assert [(step.rate, step.staleness) for step in made] == [(1, 0), (1, 1), (1, 2), (1, 3)]
 
 
+def test_beyond_eight_learners_the_rate_falls_with_staleness_as_rudra_found_necessary() -> None:
+    hub = machine(ASYNC, workers=1)
+    play(hub, started(1))
+    pushes = [push("worker-0", clock=0, number=number) for number in range(1, 33)]
+    rates = [step.rate for event in pushes for step in of_kind(play(hub, event), Step)]
+    assert set(rates[:8]) == {1.0} and rates[15] == 1 / 2 and rates[31] == 1 / 4
+
+
 def test_in_hardsync_momentum_is_as_the_task_has_it() -> None:
     (step,) = of_kind(play(machine(Server(), workers=1), started(1), push("worker-0")), Step)
     assert step.staleness == 0 and step.rate == 1

@@ -13,8 +13,8 @@ Learning rate: in hardsync times sqrt(lambda*mu/B), B being the batch size it wa
 own, mu, unless given. To compare with a learner of mini-batch lambda*mu and the same rate, `rate="none"`. Otherwise
 it is the task's own, and momentum, where the optimizer has it, is lessened by the average staleness of the update
 (equation 2), with the rate: of momentum m and s = 1 + staleness, m^s is left and the rate is divided by the root of s.
-ARCHITECTURE.md has the figures. The paper's 1/n (equation 6) remains a choice, as do the average staleness itself and
-that of each gradient (footnote 3).
+From s = 8 on all rates fall with 1/s, as the paper's do. ARCHITECTURE.md has the figures. The paper's 1/n (equation 6)
+remains a choice, as do the average staleness itself and that of each gradient (footnote 3).
 
 Architectures (section 3.3). In a star the learners talk to the hub. In a tree (Rudra-adv) they talk to an aggregator
 on their own host, which sends the mean of what it has collected upwards as one push and answers when it is answered,
@@ -96,6 +96,8 @@ DOWNCAST_PATIENCE = 4
 #: how many pushes of a learner that shares the hub's weights may be unanswered: it need not wait for the hub, and does
 #: not run away from it
 UNANSWERED_MAX = 2
+#: up to so many asynchronous learners have the rate of one
+STALE_LEARNERS = 8
 
 
 #: what learners that share the hub's weights need of the other options
@@ -120,7 +122,7 @@ class Server(Options):
         "learning rate times: 1 (none), sqrt(lambda*mu/B) (sqrt), 1/n (in async 1/lambda), one over an update's "
         "average staleness (average) or each gradient's own (gradient); or the task's own, but with momentum to "
         "the power of s, and then over sqrt(s), where s is 1 + the average staleness, inline lambda "
-        "(staleness); auto: sqrt in hardsync, else staleness",
+        "(staleness), and times 8/s where that is less than 1; auto: sqrt in hardsync, else staleness",
     )
     reference_batch: int | None = option(
         None,
@@ -273,7 +275,7 @@ class Server(Options):
             case "average":
                 return 1 / max(1.0, staleness), 0.0
             case "staleness":
-                return 1.0, staleness
+                return min(1.0, STALE_LEARNERS / (1 + staleness)), staleness
         return 1.0, 0.0
 
     def _inline_step(self, seat: Seat) -> Step:
