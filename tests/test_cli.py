@@ -136,6 +136,25 @@ def test_settings_reach_the_protocol_and_the_task(tether: Callable[[str], Said])
     assert config["protocol"].items() >= {"name": "averaging", "tau": 3, "compress": "none"}.items()
 
 
+def test_without_a_protocol_the_one_that_suits_the_task_is_used(tether: Callable[[str], Said]) -> None:
+    Path("texts.csv").write_text("text,label\n" + "good day now,a\nbad night then,b\n" * 20)
+    figures = train(tether, "text --data texts.csv --on sim --workers 2 --steps 2 --set embedding=4 --set filters=2")
+    config = json.loads((Path(figures["run"]) / "run.json").read_text())
+    assert config["protocol"].items() >= {"name": "server", "sync": "async", "apply": "auto"}.items()
+    assert train(tether, "digits --on sim --workers 2 --steps 2")["protocol"] == "averaging"
+
+
+def test_settings_change_the_protocol_that_suits_the_task_and_another_may_be_named(
+    tether: Callable[[str], Said],
+) -> None:
+    Path("texts.csv").write_text("text,label\n" + "good day now,a\nbad night then,b\n" * 20)
+    line = "text --data texts.csv --on sim --workers 2 --steps 2 --set embedding=4 --set filters=2"
+    figures = train(tether, f"{line} --set rate=1/n")
+    config = json.loads((Path(figures["run"]) / "run.json").read_text())
+    assert config["protocol"].items() >= {"name": "server", "sync": "async", "rate": "1/n"}.items()
+    assert train(tether, f"{line} --protocol averaging")["protocol"] == "averaging"
+
+
 def test_what_is_sent_can_be_compressed_by_any_protocol(tether: Callable[[str], Said]) -> None:
     for protocol in sorted(known().keys() - {"single"}):
         line = f"digits --on sim --workers 2 --steps 4 --protocol {protocol} --set compress=int8"

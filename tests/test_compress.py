@@ -37,7 +37,7 @@ from tether.machine import (
 from tether.plan import RunPlan
 from tether.protocols import Options
 from tether.protocols.averaging import Effort, Joint
-from tether.protocols.server import Mark, Push, Weights
+from tether.protocols.pushes import Mark, Push, Weights
 from tether.report import load_run, table
 from tether.run import replay_recorded
 from tether.runtimes.collectives import Down, Up

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single
-from tether.machine import Message
+from tether.machine import Message, ReplicaState
 from tether.protocols import Options, grid, known, mpca
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
 from tether.protocols.inline import Halt, Tally
-from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.protocols.parts import Give, Part, Round
+from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
 from tether.testing import Blobs, check_messages, check_protocol, check_runtime, largest_difference, train_quietly
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
@@ -33,6 +34,11 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Tally(3),
         Tally(0, last=True),
         Halt(),
+        Weights(3, torch.arange(4.0), push=True, buffers=torch.ones(2)),
+        Round(3, (Mark("worker-0", 2, 3),), 0.5),
+        Give(state=True),
+        Part(torch.ones(2), None),
+        Part(torch.ones(2), ReplicaState({"step": 1}, [torch.arange(2.0)])),
     ],
     Averaging: [
         Joint(1, torch.arange(3.0), {"worker-0": (4, 6), "worker-1": (5,)}, 4),

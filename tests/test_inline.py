@@ -37,21 +37,22 @@ from tether.machine import (
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
 from tether.protocols.inline import HALT_SECONDS, TELL_SECONDS, Halt, InlineHub, InlineLearner, Tally
+from tether.protocols.pushes import Mark, Push
 from tether.run import resume, run
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
+from tether.tasks.digits import Digits
 from tether.testing import Assassin, Blobs, train_quietly
 
 INLINE = Server(sync="async", apply="inline")
 ENDS = [Evaluate, Checkpoint, Finish]
 
 
-def machine(name: str, workers: int = 2, steps: int = 100) -> Any:
-    nodes = INLINE.nodes(workers)
+def machine(name: str, workers: int = 2, steps: int = 100, options: Server = INLINE) -> Any:
+    nodes = options.nodes(workers)
     place = next(node for node in nodes if node.name == name)
-    built = INLINE.machine(
-        Seat(place, nodes, torch.zeros(3), 3, Schedule(steps=steps, evaluate_every=10, batch_size=16))
-    )
+    goal = Schedule(steps=steps, evaluate_every=10, batch_size=16)
+    built = options.machine(Seat(place, nodes, torch.zeros(3), 3, goal))
     play(built, Started(tuple(node.name for node in nodes)))
     return built
 
@@ -148,6 +149,28 @@ def test_rates(rate: Any) -> None:
     )
     left = float(sim.execute(plan, Nobody()).weights.abs().max())
     assert (left > 0.9**15) is (rate == "1/n")
+
+
+@pytest.mark.parametrize("rate", ["auto", "none", "1/n", "staleness"])
+def test_a_step_inline_is_what_it_is_at_a_hub_with_as_many_learners(rate: Any) -> None:
+    """Where a run happens to be must not change how it learns. While a gradient is taken all others make a step."""
+    learner = machine("worker-0", workers=4, options=replace(INLINE, rate=rate))
+    (inline,) = [effect for effect in play(learner, ready()) if isinstance(effect, Step)]
+    hub = machine("hub", workers=4, options=Server(sync="async", rate=rate))
+    for number in range(1, 9):
+        mark = Mark(f"worker-{number % 4}", number, max(0, number - 4))
+        effects = play(hub, Received(mark.learner, Push((mark,), torch.zeros(3), torch.zeros(0), 1, None)))
+    (there,) = [effect for effect in effects if isinstance(effect, Step)]
+    assert (inline.rate, inline.staleness) == (there.rate, there.staleness)
+
+
+@pytest.mark.parametrize("apply", ["inline", "server"])
+def test_eight_asynchronous_learners_with_momentum_train_wherever_the_step_is_made(apply: Any, tmp_path: Path) -> None:
+    """With their momentum as it is they would end at 70 to 90 %: staleness is momentum of its own."""
+    sim = Sim(workers=8, step_seconds=StepTime(0.1, spread=0.2), checked=False)
+    task = Digits(learning_rate=0.05, momentum=0.9)
+    result = train_quietly(task, Server(sync="async", apply=apply), sim, tmp_path / "run", epochs=10)
+    assert result.metrics["error"] < 0.1
 
 
 def test_a_learner_may_die_and_another_come() -> None:

@@ -48,6 +48,7 @@ from tether.protocols import DEALING, Options, known
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.base import Pace
 from tether.protocols.inline import Halt, Tally
+from tether.protocols.parts import Part
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
 FAR = 1_000_000
@@ -137,7 +138,9 @@ def test_a_stop_request_ends_the_run_in_good_order_and_once(options: Options) ->
     if getattr(options, "apply", "") == "inline":
         assert gives(effects[:1], Send("worker-0", Halt())), "whoever steps on the model halts first"
         effects = play(joint, Received("worker-0", Tally(0, last=True)))[1:]
-    evaluate, checkpoint, finish = effects
+    for hub in [send.to for send in of_kind(effects, Send)]:  # other hubs, which have parts of the model
+        effects = play(joint, Received(hub, Part(torch.zeros(0), None)))
+    evaluate, checkpoint, finish = [effect for effect in effects if not isinstance(effect, Install)]
     assert gives([evaluate, finish], Evaluate(7, 70, final=True), Finish("error<0.1 reached"))
     assert isinstance(checkpoint, Checkpoint) and (checkpoint.step, checkpoint.samples, checkpoint.final) == (7, 70, 1)
     assert play(joint, StopRequested("again")) == []

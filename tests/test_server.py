@@ -40,7 +40,8 @@ from tether.machine import (
     snapshot,
 )
 from tether.plan import Request, RunPlan
-from tether.protocols.server import UNANSWERED_MAX, Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.protocols.server import UNANSWERED_MAX
 from tether.runtimes.base import Outcome
 from tether.swarm import Nobody, Scenario, simulate
 from tether.task import SyntheticTask
@@ -50,7 +51,9 @@ SOFT = Server(sync="soft")
 ASYNC = Server(sync="async")
 OVERLAP = Server(sync="async", overlap=True)
 TREE = Server(sync="soft", topology="tree", fan_out=2)
-HARD_TREE = Server(topology="tree", fan_out=2)
+#: whose learning rate is the task's, so that sums can be compared
+HARD = Server(rate="none")
+HARD_TREE = Server(topology="tree", fan_out=2, rate="none")
 
 
 def push(
@@ -152,7 +155,7 @@ def test_rudra_section_3_2_every_update_has_its_vector_clock_in_the_metrics() ->
     assert [row["staleness"] for row in rows] == [0, 1, 1, 1]
 
 
-@pytest.mark.parametrize("options", [Server(), SOFT, ASYNC], ids=lambda options: options.sync)
+@pytest.mark.parametrize("options", [HARD, SOFT, ASYNC], ids=lambda options: options.sync)
 def test_a_gradient_of_the_future_breaks_an_invariant(options: Server) -> None:
     hub = machine(options)
     with pytest.raises(InvariantBroken, match=r"clock=1, .* was pushed at clock 0"):
@@ -160,7 +163,7 @@ def test_a_gradient_of_the_future_breaks_an_invariant(options: Server) -> None:
 
 
 def test_a_stale_gradient_of_a_living_learner_breaks_an_invariant_of_hardsync() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     play(hub, started(), push("worker-0"), push("worker-1"))
     with pytest.raises(InvariantBroken, match=r"clock=0, .* was pushed at clock 1 of hardsync"):
         play(hub, push("worker-0", number=2))
@@ -170,7 +173,7 @@ def test_a_stale_gradient_of_a_living_learner_breaks_an_invariant_of_hardsync() 
 
 
 def test_rudra_eq3_hardsync_averages_one_gradient_of_each_learner() -> None:
-    hub = machine(Server(), workers=3)
+    hub = machine(HARD, workers=3)
     play(hub, started(3))
     assert play(hub, push("worker-2", [1.0, 0.0]), push("worker-0", [2.0, 4.0])) == []
     assert gives(
@@ -182,20 +185,20 @@ def test_rudra_eq3_hardsync_averages_one_gradient_of_each_learner() -> None:
 
 
 def test_rudra_eq7_gradients_count_by_their_samples() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     effects = play(hub, started(), push("worker-0", [4.0, 8.0], samples=3), push("worker-1", [8.0, 0.0]))
     assert steps(effects) == [([5.0, 6.0], 1.0)]
     assert hub.pace.position == 2
 
 
 def test_buffers_are_averaged_by_their_samples_and_installed_behind_the_parameters() -> None:
-    hub = machine(Server(), vector=(0.0, 0.0, 0.0), buffers=1)
+    hub = machine(HARD, vector=(0.0, 0.0, 0.0), buffers=1)
     first = push("worker-0", samples=3, buffers=[2.0])
     effects = play(hub, started(), first, push("worker-1", buffers=[6.0]))
     assert gives(effects[:2], Step(torch.zeros(2)), Install(torch.tensor([3.0]), start=2))
 
 
-@pytest.mark.parametrize(("options", "node"), [(Server(), "hub"), (HARD_TREE, "aggregator-0")])
+@pytest.mark.parametrize(("options", "node"), [(HARD, "hub"), (HARD_TREE, "aggregator-0")])
 def test_nobody_writes_into_the_gradients_that_were_sent(options: Server, node: str) -> None:
     receiver = machine(options, node, vector=(0.0, 0.0, 0.0), buffers=1)
     pushes = [push(f"worker-{i}", [1.0, 2.0], samples=2, buffers=[3.0]) for i in range(2)]
@@ -205,7 +208,7 @@ def test_nobody_writes_into_the_gradients_that_were_sent(options: Server, node: 
 
 
 def test_every_round_starts_from_nothing() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     play(hub, started(), push("worker-0", [9.0, 9.0]), push("worker-1", [9.0, 9.0]))
     effects = play(hub, push("worker-0", [1.0, 0.0], clock=1), push("worker-1", [0.0, 1.0], clock=1))
     assert steps(effects) == [([0.5, 0.5], 1.0)]
@@ -213,7 +216,7 @@ def test_every_round_starts_from_nothing() -> None:
 
 
 def test_the_hub_ends_the_run_after_the_last_round_and_sends_nothing_more() -> None:
-    hub = machine(Server(), steps=1, batch_size=8)
+    hub = machine(HARD, steps=1, batch_size=8)
     effects = play(hub, started(), push("worker-0", [2.0, 0.0], samples=8), push("worker-1", [0.0, 2.0], samples=8))
     assert gives(
         effects,
@@ -228,7 +231,7 @@ def test_the_hub_ends_the_run_after_the_last_round_and_sends_nothing_more() -> N
 
 
 def test_a_continued_hub_goes_on_with_its_clock() -> None:
-    hub = machine(Server(), first_step=12, restored={"clock": 30})
+    hub = machine(HARD, first_step=12, restored={"clock": 30})
     assert answers(play(hub, started(), pull("worker-0")))["worker-0"].clock == 30
     (checkpoint,) = of_kind(play(hub, StopRequested("enough")), Checkpoint)
     assert checkpoint.state["clock"] == 30
@@ -290,12 +293,37 @@ def rate_of(options: Server, *events: Event, workers: int = 2, **goal: Any) -> f
 
 @pytest.mark.parametrize("n", [1, 2, 3, 6])
 def test_rudra_eq6_softsync_divides_the_rate_by_n(n: int) -> None:
-    assert rate_of(Server(sync="soft", n=n), *(push(f"worker-{i}") for i in range(6 // n)), workers=6) == 1 / n
+    assert (
+        rate_of(Server(sync="soft", n=n, rate="1/n"), *(push(f"worker-{i}") for i in range(6 // n)), workers=6) == 1 / n
+    )
 
 
 def test_rudra_eq6_async_divides_the_rate_by_the_number_of_learners() -> None:
-    assert rate_of(ASYNC, push("worker-3"), workers=5) == 1 / 5
-    assert rate_of(ASYNC, PeerLost("worker-0"), push("worker-3"), workers=5) == 1 / 4
+    options = replace(ASYNC, rate="1/n")
+    assert rate_of(options, push("worker-3"), workers=5) == 1 / 5
+    assert rate_of(options, PeerLost("worker-0"), push("worker-3"), workers=5) == 1 / 4
+
+
+@pytest.mark.parametrize("options", [ASYNC, SOFT], ids=lambda options: options.sync)
+def test_by_default_the_rate_is_the_tasks_own_and_momentum_is_lessened_by_staleness(options: Server) -> None:
+    hub = machine(options, workers=1)
+    play(hub, started(1))
+    pushes = [push("worker-0", clock=0, number=number) for number in range(1, 5)]
+    made = [step for event in pushes for step in of_kind(play(hub, event), Step)]
+    assert [(step.rate, step.staleness) for step in made] == [(1, 0), (1, 1), (1, 2), (1, 3)]
+
+
+def test_beyond_eight_learners_the_rate_falls_with_staleness_as_rudra_found_necessary() -> None:
+    hub = machine(ASYNC, workers=1)
+    play(hub, started(1))
+    pushes = [push("worker-0", clock=0, number=number) for number in range(1, 33)]
+    rates = [step.rate for event in pushes for step in of_kind(play(hub, event), Step)]
+    assert set(rates[:8]) == {1.0} and rates[15] == 1 / 2 and rates[31] == 1 / 4
+
+
+def test_in_hardsync_momentum_is_as_the_task_has_it() -> None:
+    (step,) = of_kind(play(machine(Server(), workers=1), started(1), push("worker-0")), Step)
+    assert step.staleness == 0 and step.rate == 1
 
 
 @pytest.mark.parametrize("batch", [1, 4, 128])
@@ -303,7 +331,14 @@ def test_rudra_section_3_2_hardsync_multiplies_the_rate_by_the_root_of_lambda_mu
     everyone = [push(f"worker-{i}") for i in range(3)]
     rate = rate_of(Server(reference_batch=128), *everyone, workers=3, batch_size=batch)
     assert rate == pytest.approx(math.sqrt(3 * batch / 128))
-    assert rate_of(Server(), *everyone, workers=3, batch_size=batch) == 1.0, "the rate was chosen for lambda*mu"
+    assert rate_of(Server(rate="none"), *everyone, workers=3, batch_size=batch) == 1.0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 128])
+def test_the_rate_was_chosen_for_the_mini_batch_of_the_task_unless_told_otherwise(batch: int) -> None:
+    everyone = [push(f"worker-{i}") for i in range(3)]
+    assert rate_of(Server(), *everyone, workers=3, batch_size=batch) == pytest.approx(math.sqrt(3))
+    assert rate_of(Server(), push("worker-0"), workers=1, batch_size=batch) == 1.0
 
 
 def test_the_root_counts_the_learners_present() -> None:
@@ -339,7 +374,7 @@ def test_footnote_3_scales_a_bundle_by_the_mean_of_its_gradients() -> None:
 
 
 def test_rudra_section_3_1_a_learner_pulls_computes_and_pushes() -> None:
-    learner = machine(Server(), "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
+    learner = machine(HARD, "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
     assert gives(play(learner, started()), Send("hub", Pull(-1, 3)))
     pulled = Weights(4, torch.tensor([1.0, 2.0, 3.0]))
     assert gives(play(learner, Received("hub", pulled)), Install(pulled.values), Compute("flat"))
@@ -360,7 +395,7 @@ def test_rudra_section_3_2_weights_that_are_current_are_not_pulled() -> None:
 
 
 def test_a_hardsync_learner_never_takes_two_gradients_at_one_clock() -> None:
-    learner = machine(Server(), "worker-0")
+    learner = machine(HARD, "worker-0")
     play(learner, started(), weights(1), gradient())
     assert play(learner, Received("hub", Current(push=True))) == []
     assert of_kind(play(learner, weights(2)), Compute)
@@ -374,7 +409,7 @@ def test_older_weights_are_never_installed() -> None:
     assert not of_kind(play(learner, gradient()), Install) and learner.clock == 5
 
 
-@pytest.mark.parametrize(("options", "node"), [(Server(), "hub"), (TREE, "aggregator-0")])
+@pytest.mark.parametrize(("options", "node"), [(HARD, "hub"), (TREE, "aggregator-0")])
 def test_a_learner_with_a_model_of_another_length_is_refused_and_fails(options: Server, node: str) -> None:
     above = machine(options, node)
     play(above, everybody(options, 2))
@@ -390,7 +425,7 @@ def test_a_learner_with_a_model_of_another_length_is_refused_and_fails(options: 
 
 
 def test_a_dead_learner_is_no_longer_waited_for() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     play(hub, started(), push("worker-0", [2.0, 0.0]))
     effects = play(hub, PeerLost("worker-1"))
     assert steps(effects) == [([2.0, 0.0], 1.0)]
@@ -404,7 +439,7 @@ def test_softsync_needs_fewer_gradients_when_fewer_learners_are_there() -> None:
 
 
 def test_what_a_learner_pushed_before_it_died_counts() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     assert play(hub, started(), push("worker-1", [4.0, 0.0]), PeerLost("worker-1")) == []
     effects = play(hub, push("worker-0", [2.0, 2.0]))
     assert steps(effects) == [([3.0, 1.0], 1.0)]
@@ -421,7 +456,7 @@ def test_what_the_dead_left_behind_comes_too_late_for_its_round_and_is_let_go() 
 
 
 def test_a_newcomer_pulls_the_weights_and_counts_from_this_round_on() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     play(hub, started(), PeerLost("worker-1"))
     assert play(hub, PeerJoined("worker-1~2", "worker")) == []
     assert answers(play(hub, pull("worker-1~2"))) == {"worker-1~2": Weights(0, snapshot())}
@@ -432,14 +467,14 @@ def test_a_newcomer_pulls_the_weights_and_counts_from_this_round_on() -> None:
 
 
 def test_a_hub_whose_learners_all_died_goes_on_with_whoever_comes() -> None:
-    hub = machine(Server(), workers=1)
+    hub = machine(HARD, workers=1)
     assert play(hub, started(1), PeerLost("worker-0"), PeerJoined("worker-0~2", "worker")) == []
     play(hub, pull("worker-0~2"))
     assert steps(play(hub, push("worker-0~2"))) == [(ZEROS, 1.0)]
 
 
 def test_a_newcomer_of_another_role_is_not_waited_for() -> None:
-    hub = machine(Server())
+    hub = machine(HARD)
     assert play(hub, started(), PeerJoined("aggregator-0~2", "aggregator")) == []
     assert steps(play(hub, push("worker-0"), push("worker-1")))
 
@@ -527,7 +562,7 @@ def test_rudra_section_3_3_aggregators_are_on_hosts_of_their_learners_and_nobody
 
 
 def test_in_a_star_the_learners_are_below_the_hub_and_on_hosts_of_their_own() -> None:
-    hub, *learners = Server().nodes(3)
+    hub, *learners = HARD.nodes(3)
     assert (hub.name, hub.computes) == ("hub", False)
     assert all((node.parent, node.host, node.computes) == ("hub", "", True) for node in learners)
 

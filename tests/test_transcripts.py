@@ -20,7 +20,7 @@ from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single
 from tether.machine import Effect, Event, Message, Node, Replica, Snapshot
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
-from tether.protocols.server import Mark
+from tether.protocols.pushes import Mark
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
@@ -33,6 +33,7 @@ VARIANTS: dict[Options, int] = {
     Server(sync="soft"): 3,
     Server(sync="async", topology="tree", fan_out=2, overlap=True): 2,
     Server(sync="async", consistent=False): 2,
+    Server(sync="hard", hubs=2): 2,
     Averaging(tau=1): 5,
     Averaging(tau=4): 5,
     Averaging(): 5,

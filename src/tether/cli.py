@@ -69,7 +69,9 @@ PatienceOption = Annotated[
 @app.command()
 def train(
     task: TaskArgument,
-    protocol: Annotated[str, typer.Option("--protocol", "-p", help="How workers agree.")] = "averaging",
+    protocol: Annotated[
+        str | None, typer.Option("--protocol", "-p", help="How workers agree; what suits the task unless given.")
+    ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
     workers: WorkersOption = None,
     master: MasterOption = None,
@@ -95,9 +97,11 @@ def train(
     faults: Annotated[Path | None, typer.Option(help="sim: a JSON file of faults.")] = None,
 ) -> None:
     """Train a task and print what came out."""
-    cls = _protocol_class(protocol)
+    description = {"name": protocol} if protocol is not None else tasks.find(task).protocol
+    cls = type(protocols.make(description))
     protocol_settings, task_settings = _split_settings(set_ or [], cls, task)
-    options = cls(**settings.arguments(cls, f"protocol {protocol}", protocol_settings))
+    chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
+    options = protocols.make({**description, **chosen})
     built = tasks.load(task, data=data, settings=task_settings)
     only_sim = {
         "link": link,

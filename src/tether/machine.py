@@ -46,6 +46,13 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """What nodes say to each other. Subclasses name their fields; tensors travel as raw frames."""
 
 
+class ReplicaState(Message, frozen=True):
+    """What `Replica.state` gives, as it travels: its plain values, and the tensors that they refer to."""
+
+    values: Any
+    tensors: list[Tensor]
+
+
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
@@ -159,12 +166,14 @@ class Step(Effect, frozen=True):
     """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once.
 
     `position` is how far the run is, in mini-batches, for the schedule; without it, the position of the last `Compute`.
+    `staleness`: where the optimizer has momentum, it is lessened this once by the updates that the gradient has missed.
     """
 
     gradient: Tensor | None = None
     rate: float = 1.0
     touched: tuple[Tensor, ...] = ()
     position: int | None = None
+    staleness: float = 0.0
 
 
 class Install(Effect, frozen=True):
@@ -265,6 +274,8 @@ class Checkpoint(Effect, frozen=True):
     samples: int
     state: dict[str, Any] = {}
     final: bool = False
+    #: the states of other nodes that step parts of the vector, in the order of the parts
+    parts: tuple[ReplicaState, ...] = ()
 
 
 class Fail(Effect, frozen=True):
@@ -302,6 +313,15 @@ def snapshot(start: int = 0, stop: int | None = None, *, loose: bool = False, le
     A message with a loose one may be overtaken by later ones.
     """
     return cast(Tensor, Snapshot(start, stop, loose, less))
+
+
+class StateSnapshot(msgspec.Struct, frozen=True):
+    """A copy of the state of the node's optimizer, yet to be taken."""
+
+
+def replica_state() -> ReplicaState:
+    """Stands for the state of the node's optimizer at the moment the effect that holds it is performed."""
+    return cast(ReplicaState, StateSnapshot())
 
 
 # ---- machines and where they sit ------------------------------------------------------------------------------------
@@ -416,7 +436,12 @@ class Replica(Protocol):
         ...
 
     def step(
-        self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = (), position: int | None = None
+        self,
+        gradient: Tensor | None,
+        rate: float,
+        touched: tuple[Tensor, ...] = (),
+        position: int | None = None,
+        staleness: float = 0.0,
     ) -> None:
         """One optimizer step."""
         ...
@@ -429,15 +454,16 @@ class Replica(Protocol):
         """Take in what an evaluation of the joint model has found, for a learning rate that depends on it."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
         """A copy of the optimizer's state: nested dictionaries and lists of tensors and plain values.
 
-        Empty if the optimizer has never stepped.
+        Empty if the optimizer has never stepped. Where it steps only the first part of the vector: with the states of
+        the `others`, that of the whole.
         """
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up the optimizer where `state` left it; a state that is empty or of another optimizer is ignored."""
+        """Take up the optimizer where `state`, one of the whole vector, left it, if it is of the same kind."""
         ...
 
 
@@ -449,8 +475,8 @@ def stream_of(tag: str) -> str:
 def change(replica: Replica, effect: Effect) -> bool:
     """Perform an effect that changes the node's own vector; whether it was one."""
     match effect:
-        case Step(gradient=gradient, rate=rate, touched=touched, position=position):
-            replica.step(gradient, rate, touched, position)
+        case Step(gradient=gradient, rate=rate, touched=touched, position=position, staleness=staleness):
+            replica.step(gradient, rate, touched, position, staleness)
         case Install(values=values, start=start):
             replica.weights[start : start + len(values)].copy_(values)
         case Add(values=values, rate=rate, start=start):

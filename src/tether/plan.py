@@ -276,6 +276,10 @@ class RunPlan:
         return self.protocol.joint
 
     @property
+    def vital(self) -> frozenset[str]:
+        return self.protocol.vital
+
+    @property
     def messages(self) -> tuple[type[Message], ...]:
         return (*self.protocol.messages, *DEALING)
 
@@ -309,8 +313,11 @@ class RunPlan:
         device: torch.device | None = None,
     ) -> tuple[Machine, Replica]:
         replica: Replica
+        part = self.protocol.part_of(node)
         if isinstance(self.task, SyntheticTask):
-            replica = SyntheticLearner(self.task, index=node.index, seed=self.random_seed, empty=empty, shared=shared)
+            replica = SyntheticLearner(
+                self.task, index=node.index, seed=self.random_seed, empty=empty, shared=shared, part=part
+            )
         else:
             batches = self._batches(node)
             replica = Learner(
@@ -322,6 +329,7 @@ class RunPlan:
                 empty=empty,
                 shared=shared,
                 device=device,
+                part=part,
             )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):
@@ -357,7 +365,7 @@ class RunPlan:
         if node.computes and self.protocol.steps_at_workers:
             others = told[node.index % len(told)] if told else hub
             taken = own if "optimizer" in own else others
-        elif node.name == self.joint and self.protocol.steps_at_hub:
+        elif node.name in self.vital and self.protocol.steps_at_hub:
             taken = hub or next(iter(told), {})
         else:
             taken = {}

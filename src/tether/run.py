@@ -21,15 +21,15 @@ from tether.director import Director, finite
 from tether.errors import NodesLost, RunError, UsageError
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
-from tether.protocols import Averaging, Options
-from tether.protocols import known as known_protocols
+from tether.protocols import Options
+from tether.protocols import make as make_protocol
 from tether.record import replay
 from tether.rundir import Evaluated, Restored, RunDirectory
 from tether.runtimes.base import Outcome, Runtime
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
 from tether.runtimes.spark import Spark
-from tether.task import Task
+from tether.task import Task, check_is_task
 from tether.tasks import load as load_task
 from tether.trace import relative_error, write_chrome_trace
 from tether.vector import digest
@@ -74,7 +74,7 @@ def run(
 ) -> Result:
     """Train a task.
 
-    protocol: how the workers agree, `tether.Averaging()` unless given.
+    protocol: how the workers agree; the task's own unless given, which is `tether.Averaging()` for most.
     on: where they run, `tether.Local(workers=2)` unless given.
     epochs, steps: how long: passes over the data by all workers together, or optimizer steps per worker; the task's
         own number of epochs unless given.
@@ -93,7 +93,8 @@ def run(
     stop: asked all the time; the run ends, in good order, with the reason that it returns.
     task_spec: how the command line finds the task again.
     """
-    protocol = protocol if protocol is not None else Averaging()
+    check_is_task(task)
+    protocol = protocol if protocol is not None else make_protocol(task.protocol)
     for options in filter(None, (protocol, warmup)):
         if not isinstance(options, Options):
             raise UsageError(f"protocol must be options such as tether.Averaging(), not {options!r}")
@@ -228,7 +229,7 @@ def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> t
         if spec.get("spec") is None:
             raise UsageError(f"the task {spec['name']!r} was not named on a command line: give it as resume(run, task)")
         task = load_task(spec["spec"], data=Path(spec["data"]) if spec["data"] else None, settings=spec["settings"])
-    protocol = _protocol(config["protocol"])
+    protocol = make_protocol(config["protocol"])
     described = dict(config["runtime"])
     kinds: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
     on = kinds[described.pop("name")](workers=workers if workers is not None else config["workers"], **described)
@@ -237,11 +238,6 @@ def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> t
 
 def _described(protocol: Options) -> dict[str, Any]:
     return {"name": protocol.name, **asdict(protocol)}
-
-
-def _protocol(described: dict[str, Any]) -> Options:
-    """The inverse of `_described`."""
-    return known_protocols()[described["name"]](**{k: v for k, v in described.items() if k != "name"})
 
 
 def _phases(
@@ -255,7 +251,7 @@ def _phases(
     def warm(restored: Restored | None) -> RunPlan:
         assert request.warmup is not None
         goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None, seconds=None, patience=None)
-        return RunPlan.make(task, _protocol(request.warmup), on, goal, restored)
+        return RunPlan.make(task, make_protocol(request.warmup), on, goal, restored)
 
     if request.warmup is None:
         first = main(restored)

@@ -87,7 +87,7 @@ class Settings:
         """n = 0 is hardsync. Learning rate as in the paper: sqrt(lambda*mu/B) in hardsync, 1/n in softsync."""
         chosen = option_texts.arguments(Server, "protocol server", self.server_settings)
         how: Row = {"sync": "soft", "n": n} if n else {"sync": "hard", "reference_batch": self.reference_batch}
-        return Server(**{**chosen, **how})
+        return Server(**{"rate": "1/n" if n else "sqrt", **chosen, **how})
 
     def sim(self, learners: int, step_seconds: float) -> Sim:
         return Sim(learners, self.link, self.latency, step_seconds, self.model_bytes, checked=False)

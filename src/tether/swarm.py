@@ -95,7 +95,7 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
     nodes = options.nodes(workers)
     hub = options.joint if not any(node.name == options.joint and node.computes for node in nodes) else None
     computing = tuple(node.name for node in nodes if node.computes)
-    helpers = tuple(node.name for node in nodes if not node.computes and node.name != options.joint)
+    helpers = tuple(node.name for node in nodes if not node.computes and node.name not in options.vital)
     faults = Faults.draw(rng, computing, hub, 0.7 * steps * step_time.seconds, helpers)
     if options.joint == "" and rng.random() < 0.5:
         faults = Faults.churn(rng, computing, steps * step_time.seconds, float(rng.uniform(0.2, 2.0)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -48,6 +48,9 @@ class Task:
     epochs: float = 5
     #: end after so many evaluations without a better metric, unless a run says how long it goes
     patience: int | None = None
+    #: the protocol that suits the task, where a run names none: its name and its options, such as {"name": "server",
+    #: "sync": "async"}. Set it on the class, where the command line finds it too
+    protocol: ClassVar[Mapping[str, Any]] = {"name": "averaging"}
     #: what brings each worker a part of the data of its own, where a runtime can; else `train_data` has all of it
     source: Any = None
 
@@ -69,8 +72,8 @@ class Task:
 
         A step of the run is one mini-batch of every worker, whichever protocol trains, so a schedule means the same for
         all of them. `length` says how many there are: `OneCycleLR(optimizer, 0.1, length.steps)`,
-        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` goes by the
-        evaluations of the joint model.
+        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` goes by
+        the evaluations of the joint model.
         """
         return None
 

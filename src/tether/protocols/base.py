@@ -63,6 +63,15 @@ class Options:
         """All nodes have one and the same vector, which takes a machine with shared memory."""
         return False
 
+    @property
+    def vital(self) -> frozenset[str]:
+        """The nodes that a run cannot lose: who holds the joint model, or a part of it."""
+        return frozenset({self.joint} - {""})
+
+    def part_of(self, node: Node) -> tuple[int, int] | None:
+        """Which part of the vector, of how many, is all that a node steps; None: the whole."""
+        return None
+
     def settled(self, workers: int, processors: int | None) -> Options:
         """With what is left to be chosen by the machine chosen; `processors` is None where each node has its own."""
         return self

@@ -60,9 +60,9 @@ class Halt(Message, frozen=True):
 class InlineLearner:
     """Steps on the shared vector."""
 
-    def __init__(self, seat: Seat, rate: float) -> None:
+    def __init__(self, seat: Seat, step: Step) -> None:
         self.seat = seat
-        self.rate = rate
+        self._step = step
         self.halted = False
         self.portion = Portion(seat, lambda more: [Send("hub", more)])
         self._steps = 0
@@ -79,7 +79,7 @@ class InlineLearner:
                 self._steps += 1
                 compute = self.portion.compute()
                 tell = self._tell(now) if self.portion.idle or now - self._told_at >= TELL_SECONDS else []
-                return [Step(rate=self.rate), *tell, *compute]
+                return [self._step, *tell, *compute]
             case Received(message=Lease() as lease):
                 return self.portion.take(lease)
             case Received(message=Recall()):

@@ -32,6 +32,11 @@ class Plan(Protocol):
         ...
 
     @property
+    def vital(self) -> frozenset[str]:
+        """The nodes that the run cannot go on without: those that hold the joint model, each perhaps a part of it."""
+        ...
+
+    @property
     def messages(self) -> tuple[type[Message], ...]:
         """What nodes say to each other."""
         ...

@@ -464,8 +464,9 @@ class Driver:
             if death.replaced:
                 return
             raise RunError(f"{name} {how} before it was ready{self._output(name)}")
-        if name == self._plan.joint:
-            raise NodesLost(f"{name}, which holds the joint model, {how}{self._output(name)}")
+        if name in self._plan.vital:
+            held = "the joint model" if name == self._plan.joint else "a part of the joint model"
+            raise NodesLost(f"{name}, which holds {held}, {how}{self._output(name)}")
         if any(self._nodes[other].computes for other in self._living):
             self._observer.note(f"{name} {how}; the others go on")
         else:

@@ -547,8 +547,9 @@ class Simulation:
         name = place.node.name
         place.died_at = self.now
         self.observer.note(f"{name} died at {self.now:.6g} s")
-        if name == self.plan.joint:
-            raise RunError(f"{name}, which holds the joint model, died at {self.now:.6g} s; continue from its backup")
+        if name in self.plan.vital:
+            held = "the joint model" if name == self.plan.joint else "a part of the joint model"
+            raise RunError(f"{name}, which holds {held}, died at {self.now:.6g} s; continue from its backup")
         if restarts:
             self._restarts_due += 1
             successor = place.node.successor()
