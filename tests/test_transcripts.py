@@ -29,7 +29,7 @@ FOLDER = Path(__file__).parent / "transcripts"
 #: of each protocol's variants, those that show what is typical of the others; so many steps can be read
 VARIANTS: dict[Options, int] = {
     Single(): 5,
-    Server(sync="hard"): 5,
+    Server(sync="hard"): 4,
     Server(sync="soft"): 3,
     Server(sync="async", topology="tree", fan_out=2, overlap=True): 2,
     Server(sync="async", consistent=False): 2,
