@@ -58,6 +58,10 @@ class Frozen(Good):
 class Few(Good):
     def train_data(self): return TensorDataset(torch.randn(1, 4), torch.zeros(1).long())
 
+class Stuck(Good):
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.0)
+    def evaluate(self, model): return {"error": float(model.weight.square().sum())}
+
 class Infinite(Good):
     def loss(self, model, batch): return super().loss(model, batch) * float("inf")
 
@@ -130,6 +134,25 @@ def test_settings_reach_the_protocol_and_the_task(tether: Callable[[str], Said])
     assert figures["samples"] == 2 * 6 * 10
     config = json.loads((Path(figures["run"]) / "run.json").read_text())
     assert config["protocol"].items() >= {"name": "averaging", "tau": 3, "compress": "none"}.items()
+
+
+def test_without_a_protocol_the_one_that_suits_the_task_is_used(tether: Callable[[str], Said]) -> None:
+    Path("texts.csv").write_text("text,label\n" + "good day now,a\nbad night then,b\n" * 20)
+    figures = train(tether, "text --data texts.csv --on sim --workers 2 --steps 2 --set embedding=4 --set filters=2")
+    config = json.loads((Path(figures["run"]) / "run.json").read_text())
+    assert config["protocol"].items() >= {"name": "server", "sync": "async", "apply": "auto"}.items()
+    assert train(tether, "digits --on sim --workers 2 --steps 2")["protocol"] == "averaging"
+
+
+def test_settings_change_the_protocol_that_suits_the_task_and_another_may_be_named(
+    tether: Callable[[str], Said],
+) -> None:
+    Path("texts.csv").write_text("text,label\n" + "good day now,a\nbad night then,b\n" * 20)
+    line = "text --data texts.csv --on sim --workers 2 --steps 2 --set embedding=4 --set filters=2"
+    figures = train(tether, f"{line} --set rate=1/n")
+    config = json.loads((Path(figures["run"]) / "run.json").read_text())
+    assert config["protocol"].items() >= {"name": "server", "sync": "async", "rate": "1/n"}.items()
+    assert train(tether, f"{line} --protocol averaging")["protocol"] == "averaging"
 
 
 def test_what_is_sent_can_be_compressed_by_any_protocol(tether: Callable[[str], Said]) -> None:
@@ -233,6 +256,7 @@ WRONG = [
     ("train digits --on sim --until loss2<1", "the task has error, loss"),
     ("train digits --workers 0", "must be at least 1"),
     ("train digits --protocol single --workers 3", "uses 1 worker"),
+    ("train digits --on sim --set batch_size=2000", "mini-batches of 2000 samples"),
     ("train digits --on sim --workers 5000", "1442 training samples for 5000 workers"),
     ("train digits --seed -3", "seed cannot be negative"),
     ("train fashion", "pass --data"),
@@ -269,3 +293,10 @@ def test_wrong_input_is_told_in_words_with_status_2(tether: Callable[[str], Said
 
 def test_a_task_with_shapes_in_its_optimizer_trains_where_steps_are_local(tether: Callable[[str], Said]) -> None:
     assert train(tether, "bad.py:NeedsShapes --on sim --steps 4")["steps"] == 4
+
+
+def test_a_model_that_has_not_learned_is_told_in_the_table_and_in_json(tether: Callable[[str], Said]) -> None:
+    line = "train bad.py:Stuck --on sim --steps 4"
+    assert "no better than before training" in " ".join(tether(line).out.split())
+    assert "no better than before training" in json.loads(tether(f"{line} --json").out)["warning"]
+    assert "warning" not in tether("train digits --on sim --epochs 2").out

@@ -263,6 +263,31 @@ def test_nothing_is_kept_of_a_reduction_after_the_next_broadcast_whoever_dies() 
         assert not keeping, f"seed {seed}: {keeping} keep something"
 
 
+def test_the_root_may_close_a_reduction_with_what_has_come() -> None:
+    sent: list[tuple[str, Any]] = []
+    members = ("root", "w0", "w1", "w2")  # w2 is below w0
+    root = Collectives("root", lambda to, message: sent.append((to, message)))
+    assert root.reduce(Reduce("r 7", members)) == []
+    assert root.receive(Up("r 7", members, torch.full((2,), 6.0), 3.0, {"w1": 5})) == []
+    (closed,) = root.reduce(Reduce("r 7", ("root",)))
+    assert isinstance(closed, Reduced) and closed.total is not None
+    assert (closed.weight, closed.contributors, closed.steps) == (3.0, ("w1",), (5,))
+    late = Up("r 7", members, torch.ones(2), 1.0, {"w0": 1, "w2": 1})
+    assert root.receive(late) == [] and not root._reductions, "what comes too late leaves nothing behind"
+
+
+def test_whoever_was_away_for_long_forgets_what_was_closed_meanwhile() -> None:
+    members = ("root", "w0", "w1")
+    member = Collectives("w0", lambda to, message: None)
+    for number in (1, 2):
+        member.reduce(Reduce(f"r {number}", members, torch.ones(2), 1.0))
+        member.reduce(Reduce(f"other {number}", members, torch.ones(2), 1.0))
+    member.receive(Down("r", 900, members, ("r 900", "other 1"), Note(900, torch.zeros(1))))
+    assert list(member._reductions) == ["other 2"]
+    member.receive(Up("r 3", members, torch.ones(2), 1.0, {"w2": 1}))
+    assert list(member._reductions) == ["other 2"]
+
+
 def test_a_member_that_was_spared_a_broadcast_still_hears_what_was_closed() -> None:
     members = ("root", "a", "b", "c")  # c is a child of a
     sent: list[tuple[str, Any]] = []

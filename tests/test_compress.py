@@ -37,7 +37,7 @@ from tether.machine import (
 from tether.plan import RunPlan
 from tether.protocols import Options
 from tether.protocols.averaging import Effort, Joint
-from tether.protocols.server import Mark, Push, Weights
+from tether.protocols.pushes import Mark, Push, Weights
 from tether.report import load_run, table
 from tether.run import replay_recorded
 from tether.runtimes.collectives import Down, Up
@@ -318,9 +318,9 @@ def test_a_compressor_measures_what_it_lost() -> None:
 
 NAMES = ("hub", "worker-0", "worker-1")
 MESSAGES: list[Message] = [
-    Joint(4, 2, vector(3000)),
+    Joint(4, vector(3000), {}, 0),
     Up("round 4", NAMES, vector(3000), 1.0, {"worker-0": 0}),
-    Down("joint", 3, NAMES, ("round 3",), Joint(4, 2, vector(3000))),
+    Down("joint", 3, NAMES, ("round 3",), Joint(4, vector(3000), {}, 0)),
 ]
 CODEC = Codec(message_types((Joint, Effort), compressed=True))
 
@@ -374,12 +374,12 @@ MALFORMED = {
     "a place too far": (GOOD, {"places": (1,)}),
     "a negative place": (GOOD, {"places": (-1,)}),
     "a place twice": (GOOD, {"places": (0, 0), "values": GOOD.values * 2, "scales": GOOD.scales * 2}),
-    "whole numbers to be restored": (GOOD, {"message": Joint(4, 2, torch.empty(0, dtype=torch.int64))}),
-    "no wider than the code": (HALF, {"message": Joint(4, 2, torch.empty(0, dtype=torch.float16))}),
-    "a rest of two dimensions": (GOOD, {"message": Joint(4, 2, torch.ones(2, 2))}),
+    "whole numbers to be restored": (GOOD, {"message": Joint(4, torch.empty(0, dtype=torch.int64), {}, 0)}),
+    "no wider than the code": (HALF, {"message": Joint(4, torch.empty(0, dtype=torch.float16), {}, 0)}),
+    "a rest of two dimensions": (GOOD, {"message": Joint(4, torch.ones(2, 2), {}, 0)}),
     "values of two dimensions before a rest": (
         GOOD,
-        {"message": Joint(4, 2, torch.ones(2)), "values": (GOOD.values[0].view(30, 100),)},
+        {"message": Joint(4, torch.ones(2), {}, 0), "values": (GOOD.values[0].view(30, 100),)},
     ),
 }
 
@@ -455,14 +455,14 @@ def values_in(message: Message) -> Tensor:
 
 def test_a_broadcast_is_encoded_once_also_for_an_orphan() -> None:
     hub, members = Told("hub"), ("hub", *(f"worker-{i}" for i in range(6)))
-    one, other = hub.perform(Broadcast("joint", members, Joint(0, 1, vector(3000))))
+    one, other = hub.perform(Broadcast("joint", members, Joint(0, vector(3000), {}, 0)))
     assert (one[0], other[0]) == ("worker-0", "worker-1") and one[1] is other[1]
     orphans = hub.feed(PeerLost("worker-0"))
     assert [to for to, _ in orphans] == ["worker-2"] and all(told is one[1] for _, told in orphans)
     meter = hub.node.meter
     assert meter.bytes_sent == 3 * 2 * (3000 + 12) and meter.bytes_sent + meter.bytes_saved == 3 * 2 * 12_000
     assert 0 < meter.relative_error < 0.02
-    (_, again), *_ = hub.perform(Broadcast("joint", members, Joint(1, 1, vector(3000))))
+    (_, again), *_ = hub.perform(Broadcast("joint", members, Joint(1, vector(3000), {}, 0)))
     assert not torch.equal(values_in(again), values_in(one[1])), "the second makes up for what the first lost"
 
 

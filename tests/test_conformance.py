@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single
-from tether.machine import Message
+from tether.machine import Message, ReplicaState
 from tether.protocols import Options, grid, known, mpca
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
 from tether.protocols.inline import Halt, Tally
-from tether.protocols.server import Current, Got, Mark, Pull, Push, Refused, Weights
+from tether.protocols.parts import Give, Part, Round
+from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
 from tether.testing import Blobs, check_messages, check_protocol, check_runtime, largest_difference, train_quietly
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
@@ -30,31 +31,41 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Push((Mark("worker-0", 2, 3),), torch.ones(2), torch.zeros(2), 16, 3),
         Push((Mark("worker-0", 2, 3),), torch.ones(5), torch.zeros(0), 16, None, (torch.tensor([4]),)),
         Got(3),
-        Tally(3, 48),
-        Tally(0, 0, last=True),
+        Tally(3),
+        Tally(0, last=True),
         Halt(),
+        Weights(3, torch.arange(4.0), push=True, buffers=torch.ones(2)),
+        Round(3, (Mark("worker-0", 2, 3),), 0.5),
+        Give(state=True),
+        Part(torch.ones(2), None),
+        Part(torch.ones(2), ReplicaState({"step": 1}, [torch.arange(2.0)])),
     ],
-    Averaging: [Joint(1, 5, torch.arange(3.0)), Effort(None, 0.1), Effort(0.2, 0.1)],
+    Averaging: [
+        Joint(1, torch.arange(3.0), {"worker-0": (4, 6), "worker-1": (5,)}, 4),
+        Effort(None, 0.1),
+        Effort(0.2, 0.1),
+    ],
     Elastic: [
         Ask(first=True),
         Ask(),
-        Centre(torch.arange(3.0), 0.1, 7),
-        Difference(torch.ones(2), torch.zeros(1), 7, 112, 0.1, 0.05, 0.0),
+        Centre(torch.arange(3.0), 0.1, (3, 5), 2),
+        Difference(torch.ones(2), torch.zeros(1), 7, 0.1, 0.05, 0.0),
     ],
     Grid: [
-        grid.Config(1, "worker-0", 3, ("worker-0", "worker-1"), 7, 112, "all steps made"),
-        grid.Welcome(grid.Config(2, "worker-1", 1, ("worker-1",), 7, 112), torch.arange(3.0)),
+        grid.Config(1, "worker-0", 3, ("worker-0", "worker-1"), 7, ((0, 7), (9, 11)), "all steps made"),
+        grid.Welcome(grid.Config(2, "worker-1", 1, ("worker-1",), 7, ()), torch.arange(3.0)),
         grid.Ready((1, "worker-0", 3)),
         grid.Empty(("worker-0",)),
         grid.Stand(2, (1, "worker-0", 3)),
-        grid.Vote(2, True, False, 7, 112),
-        grid.Open((1, "worker-0", 3), 1, 5, 7, 112),
+        grid.Vote(2, True, False, 7, ((0, 7),)),
+        grid.Open((1, "worker-0", 3), 1, 5, 7, ((0, 7),)),
         grid.Slice((1, "worker-0", 3), 1, 5, 2, 1.0, torch.arange(3.0)),
         grid.Mean((1, "worker-0", 3), 1, 5, 2, 4.0, torch.arange(3.0)),
         grid.Done((1, "worker-0", 3), 1, 5),
-        grid.Tally(3, 48),
+        grid.Holdings(2, (3, 5), (7,)),
+        grid.Tally(3),
     ],
-    Mpca: [mpca.Projected(2, 7, 0.05, torch.arange(3.0))],
+    Mpca: [mpca.Projected(2, 7, 0.05, 0.1, torch.arange(3.0)), mpca.AreYouThere(), mpca.Here()],
 }
 
 

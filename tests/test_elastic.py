@@ -171,6 +171,44 @@ def test_the_centre_stays_among_the_workers_whatever_overlaps(choices: list[int]
         assert (centre >= low - 1e-9).all() and (centre <= high + 1e-9).all()
 
 
+def test_without_the_throttle_every_exchange_has_its_full_rates() -> None:
+    """As in DeepSpark, whose figures have alpha up to 0.99 with sixteen workers."""
+    machine = hub(Elastic(tau=4, alpha=0.99, throttle=False))
+    told = [answers(machine.handle(Received(f"worker-{i}", Ask()), 1.0))[f"worker-{i}"].alpha for i in range(3)]
+    assert told == [0.99] * 3
+    machine.check()
+    effects = machine.handle(Received("worker-1", difference()), 2.0)
+    assert [effect.rate for effect in effects if isinstance(effect, Add)] == [0.99]
+
+
+def test_the_workers_of_a_new_run_begin_at_once_and_who_comes_late_asks_first() -> None:
+    options = Elastic(tau=2, ahead=False)
+    nodes = options.nodes(2)
+    schedule = Schedule(steps=10, evaluate_every=10**6)
+    worker = options.machine(Seat(nodes[1], nodes, torch.zeros(3), 3, schedule))
+    assert worker.handle(Started(MEMBERS), 0.0) == [Compute()]
+    ready = GradientReady(torch.zeros(3), 1.0, 16, 0.1)
+    assert worker.handle(ready, 0.1) == [Step(), Compute()]
+    assert worker.handle(ready, 0.2) == [Step(), Send("hub", Ask())]
+    late = options.machine(Seat(nodes[1].successor(), nodes, torch.zeros(3), 3, schedule))
+    assert late.handle(Started(MEMBERS), 0.0) == [Send("hub", Ask(first=True))]
+
+
+def test_until_an_answer_is_measured_nobody_stands_still_for_it() -> None:
+    options = Elastic()
+    nodes = options.nodes(2)
+    worker = options.machine(Seat(nodes[1], nodes, torch.zeros(3), 3, Schedule(steps=10, evaluate_every=10**6)))
+    assert worker.handle(Started(MEMBERS), 0.0) == [Send("hub", Ask()), Compute()]
+    ready = GradientReady(torch.zeros(3), 1.0, 16, 0.1)
+    for step in range(1, 4):
+        assert worker.handle(ready, 0.1 * step) == [Step(), Compute()]
+    assert worker.handle(Received("hub", Centre(torch.ones(3), 0.5, 40)), 0.35) == [], "a step is under way"
+    step, sent, pulled, *further = worker.handle(ready, 0.4)
+    assert isinstance(sent, Send) and isinstance(sent.message, Difference) and isinstance(pulled, Blend)
+    assert (sent.message.steps, sent.message.answer_seconds) == (4, pytest.approx(0.35))
+    assert further == [Compute()], "from now on it has its tau"
+
+
 def hub(options: Elastic, workers: int = 3, **schedule: Any) -> ElasticHub:
     nodes = options.nodes(workers)
     goal = Schedule(**{"steps": 1000, "evaluate_every": 10**6, **schedule})
@@ -183,7 +221,7 @@ def hub(options: Elastic, workers: int = 3, **schedule: Any) -> ElasticHub:
 
 
 def difference(steps: int = 4, wait: float = 0.05, step: float = 0.1) -> Difference:
-    return Difference(torch.ones(3), torch.zeros(0), steps, steps * 16, step, wait, wait)
+    return Difference(torch.ones(3), torch.zeros(0), steps, step, wait, wait)
 
 
 def answers(effects: list[Effect]) -> dict[str, Centre]:
@@ -259,12 +297,12 @@ def test_a_death_in_the_middle_of_an_exchange_leaves_the_centre_whole() -> None:
 
 def test_only_what_is_left_to_make_is_handed_out() -> None:
     machine = hub(Elastic(tau=4), workers=2, steps=5)
-    making = {w: answers(machine.handle(Received(w, Ask(first=True)), 0.0))[w].tau for w in ("worker-0", "worker-1")}
+    making = {w: len(machine.pace.ledger.held[w]) for w in ("worker-0", "worker-1")}
     made = 0
     while not machine.pace.over:
         worker = max(making, key=lambda name: (making[name], name))
         made += making[worker]
-        told = answers(machine.handle(Received(worker, Ask()), 1.0))[worker].tau
+        told = len(answers(machine.handle(Received(worker, Ask()), 1.0))[worker].batches)
         machine.handle(Received(worker, difference(steps=making[worker])), 1.1)
         making[worker] = told
     assert made == 10, "two workers, five steps each"
@@ -278,6 +316,16 @@ def test_tau_auto_is_the_least_without_collisions_and_a_third_more(tmp_path: Pat
     taus = [row["tau"] for row in rows if row["kind"] == "record"]
     assert statistics.mode(taus) == 7
     assert result.figures["overlap"] > 0.85
+
+
+def test_all_asking_at_the_start_is_not_taken_for_a_slow_link(tmp_path: Path) -> None:
+    """A download takes 0.59 s, so eight take 94 steps; those that queued at the start took eight times as long."""
+    sim = Sim(workers=8, step_seconds=0.05, link="100mbit", model_bytes="7MiB", checked=False)
+    result = train_quietly(SyntheticTask(parameters=64), Elastic(), sim, tmp_path / "run", steps=400)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    taus = [row["tau"] for row in rows if row["kind"] == "record"]
+    assert max(taus) == 123
+    assert result.figures["utilization"]["mean"] > 0.8
 
 
 def test_the_queue_is_recorded_where_places_are_few(tmp_path: Path) -> None:

@@ -497,11 +497,11 @@ def test_what_belongs_to_an_older_configuration_is_ignored_and_to_a_newer_one_ke
     early = replace_stamp(late, (1, "worker-0", 2))
     assert world.feed("worker-1", Received("worker-0", early)) == []
     assert world.machines["worker-1"]._lanes[0].opened == 0
-    config = Config(1, "worker-0", 2, ("worker-0", "worker-1"), 0, 0)
+    config = Config(1, "worker-0", 2, ("worker-0", "worker-1"), 0, ())
     world.feed("worker-1", Received("worker-0", config))
     assert world.machines["worker-1"]._lanes[0].opened == 1, "what was kept has opened the round"
     assert world.feed("worker-1", Received("worker-0", late)) == []
-    assert world.feed("worker-1", Received("worker-0", Config(1, "worker-0", 1, names(3), 0, 0))) == []
+    assert world.feed("worker-1", Received("worker-0", Config(1, "worker-0", 1, names(3), 0, ()))) == []
     assert world.machines["worker-1"].stamp == (1, "worker-0", 2)
 
 
@@ -533,7 +533,7 @@ def test_a_newcomer_without_values_neither_votes_nor_stands_nor_goes_on_alone() 
     world.die("worker-0")
     assert ("worker-9", "stand") not in world.timers
     effects = world.feed("worker-9", Received("worker-1", Stand(2, (1, "worker-0", 1))))
-    assert [effect.message for effect in effects if isinstance(effect, Send)] == [Vote(2, False, True, 0, 0)]
+    assert [effect.message for effect in effects if isinstance(effect, Send)] == [Vote(2, False, True, 0, ())]
     world.fire("worker-1", "stand")
     world.deliver()
     assert world.machines["worker-1"].stamp == (2, "worker-1", 2), "it has won alone, and the newcomer has a place"
@@ -609,7 +609,7 @@ def test_a_vote_is_given_once_for_a_number_and_never_to_an_older_configuration()
     assert ask("worker-1", 2) is True, "to the same it may be told again"
     assert ask("worker-3", 3) is True
     assert ask("worker-1", 2) is False, "an older number"
-    world.feed(voter, Received("worker-3", Config(3, "worker-3", 1, names(4)[1:], 0, 0)))
+    world.feed(voter, Received("worker-3", Config(3, "worker-3", 1, names(4)[1:], 0, ())))
     answer = ask("worker-1", 4)
     assert isinstance(answer, Config) and answer.stamp == (3, "worker-3", 1), "it is told of the newer one"
 
@@ -679,7 +679,7 @@ def test_a_master_killed_at_any_event_has_exactly_one_successor(workers: int, ev
     for moment in moments[:-1:every]:
         for at in (moment, np.nextafter(moment, np.inf)):  # just before what happens then, and just after
             plan, outcome = listen(Grid(), replace(sim, faults=Faults().crash("worker-0", at=float(at))), steps=4)
-            assert outcome.reason == "all steps made" and outcome.lost == {"worker-0"}
+            assert outcome.reason.startswith("all steps made") and outcome.lost == {"worker-0"}
             assert all(len(masters) == 1 for masters in plan.masters.values()), plan.masters
             assert len([number for number in plan.masters if number > 1]) == 1, f"killed at {at}: {plan.masters}"
 
@@ -690,7 +690,7 @@ def test_masters_that_are_killed_one_after_the_other_are_each_replaced() -> None
         faults = faults.crash(f"worker-{i}", at=0.35 * (i + 1))
     sim = Sim(workers=8, step_seconds=0.1, faults=faults, detect_seconds=0.1)
     plan, outcome = listen(Grid(), sim, steps=40)
-    assert outcome.reason == "all steps made" and len(outcome.lost) == 7
+    assert outcome.reason.startswith("all steps made") and len(outcome.lost) == 7
     assert all(len(masters) == 1 for masters in plan.masters.values())
 
 
@@ -698,7 +698,7 @@ def test_a_pause_makes_no_second_master() -> None:
     """The master stands still for long; nobody takes its place, since it is not dead."""
     sim = Sim(workers=4, step_seconds=0.1, faults=Faults().pause("worker-0", at=0.5, seconds=5.0))
     plan, outcome = listen(Grid(), sim, steps=20)
-    assert set(plan.masters) == {1} and outcome.reason == "all steps made"
+    assert set(plan.masters) == {1} and outcome.reason.startswith("all steps made")
 
 
 def test_while_many_come_and_go_the_grid_stays_balanced_and_one_master_has_each_term() -> None:
@@ -708,7 +708,7 @@ def test_while_many_come_and_go_the_grid_stays_balanced_and_one_master_has_each_
         faults = Faults.churn(rng, names(workers), 4.0, 0.4)
         sim = Sim(workers=workers, step_seconds=0.1, faults=faults, detect_seconds=0.05)
         plan, outcome = listen(Grid(dimensions=int(rng.integers(1, 4))), sim, steps=40, seed=seed)
-        assert outcome.reason == "all steps made" and float(outcome.weights.square().mean()) < 0.2
+        assert outcome.reason.startswith("all steps made") and float(outcome.weights.square().mean()) < 0.2
         assert all(len(masters) == 1 for masters in plan.masters.values()), plan.masters
         for config in plan.grids:
             dimensions = plan.protocol.dimensions  # type: ignore[attr-defined]

@@ -37,24 +37,30 @@ from tether.machine import (
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
 from tether.protocols.inline import HALT_SECONDS, TELL_SECONDS, Halt, InlineHub, InlineLearner, Tally
+from tether.protocols.pushes import Mark, Push
 from tether.run import resume, run
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
+from tether.tasks.digits import Digits
 from tether.testing import Assassin, Blobs, train_quietly
 
 INLINE = Server(sync="async", apply="inline")
 ENDS = [Evaluate, Checkpoint, Finish]
 
 
-def machine(name: str, workers: int = 2, steps: int = 100) -> Any:
-    nodes = INLINE.nodes(workers)
+def machine(name: str, workers: int = 2, steps: int = 100, options: Server = INLINE) -> Any:
+    nodes = options.nodes(workers)
     place = next(node for node in nodes if node.name == name)
-    built = INLINE.machine(Seat(place, nodes, torch.zeros(3), 3, Schedule(steps=steps, evaluate_every=10)))
+    goal = Schedule(steps=steps, evaluate_every=10, batch_size=16)
+    built = options.machine(Seat(place, nodes, torch.zeros(3), 3, goal))
     play(built, Started(tuple(node.name for node in nodes)))
     return built
 
 
 def play(built: Any, event: Event, now: float = 0.0) -> list[Effect]:
+    if isinstance(event, Received) and isinstance(event.message, Tally):
+        ledger = built.pace.ledger
+        ledger.deal(event.sender, max(0, event.message.steps - len(ledger.held[event.sender])))
     effects: list[Effect] = built.handle(event, now)
     built.check()
     return effects
@@ -73,25 +79,25 @@ def test_a_learner_steps_on_and_tells_every_now_and_then() -> None:
     assert kinds(play(learner, ready(), 0.01)) == [Step, Compute]
     assert kinds(play(learner, ready(), 0.02)) == [Step, Compute]
     told = play(learner, ready(), TELL_SECONDS)
-    assert told[1] == Send("hub", Tally(3, 48)), "after the step"
+    assert told[1] == Send("hub", Tally(3)), "after the step"
     assert kinds(play(learner, ready(), TELL_SECONDS + 0.01)) == [Step, Compute]
 
 
 def test_who_halts_tells_the_rest_and_never_steps_again() -> None:
     learner: InlineLearner = machine("worker-0")
     play(learner, ready(), 0.01)
-    assert play(learner, Received("hub", Halt()), 0.02) == [Send("hub", Tally(1, 16, last=True))]
+    assert play(learner, Received("hub", Halt()), 0.02) == [Send("hub", Tally(1, last=True))]
     assert play(learner, ready(), 0.03) == [], "the gradient under way is let go"
 
 
 def test_the_hub_counts_and_finishes_when_all_have_halted() -> None:
     hub: InlineHub = machine("hub", steps=20)
-    assert Evaluate(10, 320) in play(hub, Received("worker-0", Tally(20, 320)))
-    effects = play(hub, Received("worker-1", Tally(20, 320)))
+    assert Evaluate(10, 320) in play(hub, Received("worker-0", Tally(20)))
+    effects = play(hub, Received("worker-1", Tally(20)))
     assert [e for e in effects if isinstance(e, Send)] == [Send("worker-0", Halt()), Send("worker-1", Halt())]
     assert SetTimer("halt", HALT_SECONDS) in effects and not hub.pace.over
-    assert not {Finish} & set(kinds(play(hub, Received("worker-0", Tally(2, 32, last=True)))))
-    effects = play(hub, Received("worker-1", Tally(0, 0, last=True)))
+    assert not {Finish} & set(kinds(play(hub, Received("worker-0", Tally(2, last=True)))))
+    effects = play(hub, Received("worker-1", Tally(0, last=True)))
     assert [kind for kind in kinds(effects) if kind is not CancelTimer] == ENDS
     assert Evaluate(20, 672, final=True) in effects, "what was done after enough was told is in the samples"
 
@@ -100,7 +106,7 @@ def test_neither_a_dead_nor_a_paused_learner_holds_the_end_up() -> None:
     hub: InlineHub = machine("hub", workers=3)
     play(hub, StopRequested("enough"))
     assert play(hub, StopRequested("again")) == []
-    assert play(hub, Received("worker-0", Tally(1, 16, last=True)))[1:] == []
+    assert play(hub, Received("worker-0", Tally(1, last=True)))[1:] == []
     assert play(hub, PeerLost("worker-1")) == []
     assert kinds(play(hub, TimerFired("halt"))) == ENDS
     alone: InlineHub = machine("hub", workers=1)
@@ -111,7 +117,7 @@ def test_neither_a_dead_nor_a_paused_learner_holds_the_end_up() -> None:
 def test_who_comes_counts_and_when_the_end_has_begun_halts() -> None:
     hub: InlineHub = machine("hub", workers=1, steps=10)
     assert play(hub, PeerJoined("worker-1", "worker")) == []
-    play(hub, Received("worker-1", Tally(4, 64)))
+    play(hub, Received("worker-1", Tally(4)))
     assert hub.pace.step == 2, "of two learners now"
     play(hub, StopRequested("enough"))
     assert play(hub, PeerJoined("worker-2", "worker")) == [Send("worker-2", Halt())]
@@ -145,12 +151,35 @@ def test_rates(rate: Any) -> None:
     assert (left > 0.9**15) is (rate == "1/n")
 
 
+@pytest.mark.parametrize("rate", ["auto", "none", "1/n", "staleness"])
+def test_a_step_inline_is_what_it_is_at_a_hub_with_as_many_learners(rate: Any) -> None:
+    """Where a run happens to be must not change how it learns. While a gradient is taken all others make a step."""
+    learner = machine("worker-0", workers=4, options=replace(INLINE, rate=rate))
+    (inline,) = [effect for effect in play(learner, ready()) if isinstance(effect, Step)]
+    hub = machine("hub", workers=4, options=Server(sync="async", rate=rate))
+    for number in range(1, 9):
+        mark = Mark(f"worker-{number % 4}", number, max(0, number - 4))
+        effects = play(hub, Received(mark.learner, Push((mark,), torch.zeros(3), torch.zeros(0), 1, None)))
+    (there,) = [effect for effect in effects if isinstance(effect, Step)]
+    assert (inline.rate, inline.staleness) == (there.rate, there.staleness)
+
+
+@pytest.mark.parametrize("apply", ["inline", "server"])
+def test_eight_asynchronous_learners_with_momentum_train_wherever_the_step_is_made(apply: Any, tmp_path: Path) -> None:
+    """With their momentum as it is they would end at 70 to 90 %: staleness is momentum of its own."""
+    sim = Sim(workers=8, step_seconds=StepTime(0.1, spread=0.2), checked=False)
+    task = Digits(learning_rate=0.05, momentum=0.9)
+    result = train_quietly(task, Server(sync="async", apply=apply), sim, tmp_path / "run", epochs=10)
+    assert result.metrics["error"] < 0.1
+
+
 def test_a_learner_may_die_and_another_come() -> None:
     faults = Faults().crash("worker-1", at=0.5).restart("worker-2", at=0.7, seconds=0.3)
     sim = Sim(workers=3, faults=faults, detect_seconds=0.05)
     plan = RunPlan.make(SyntheticTask(), INLINE, sim, Request(steps=40, trace=False), None)
     outcome = sim.execute(plan, Nobody())
-    assert outcome.reason == "all steps made" and outcome.meters["worker-2~2"].steps > 10
+    assert outcome.reason.startswith("all steps made, except that worker-1 made ")
+    assert outcome.meters["worker-2~2"].steps > 10
 
 
 class Twice(Blobs):

@@ -180,6 +180,19 @@ def test_a_process_that_stands_still_is_ended_and_the_others_go_on(tmp_path: Pat
     assert any("worker-1 was killed by SIGKILL" in text for text in notes) and nothing_is_left()
 
 
+def test_in_mpca_the_others_go_on_while_a_process_stands_still(tmp_path: Path) -> None:
+    class Paralyser(Assassin):
+        signal = signal.SIGSTOP
+
+    paralyser = Paralyser(["worker-1"], steps=20)
+    local = Local(3, hung_seconds=600.0)
+    result = run(Blobs(), Mpca(), local, steps=1000, run_dir=tmp_path / "run", progress=paralyser)
+    assert result.figures["reason"] == "all steps made" and result.metrics["error"] < 0.1
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    workers = [row["workers"] for row in rows if row["kind"] == "record"]
+    assert workers[0] == 3 and workers[-5:] == [2] * 5 and nothing_is_left()
+
+
 def tether_train(directory: Path, arguments: list[str], temporary: str | None = None) -> subprocess.Popen[bytes]:
     """A run on the command line that would take long, once it is under way; `temporary` is for its temporary files."""
     file = directory / "task.py"

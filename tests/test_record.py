@@ -16,7 +16,7 @@ from tether import Averaging, Faults, Server, Sim, Single, StepTime
 from tether.errors import RunError, UsageError
 from tether.machine import Compute, Install, Send, Step, snapshot
 from tether.protocols import Options
-from tether.protocols.server import Weights
+from tether.protocols.pushes import Weights
 from tether.record import effects_digest
 from tether.run import replay_recorded
 from tether.testing import Blobs, train_quietly

@@ -33,6 +33,7 @@ from tether import (
 )
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
+from tether.task import Length
 from tether.testing import Blobs, largest_difference, train_quietly
 from tether.trace import Meter
 from tether.vector import Vector, digest
@@ -82,7 +83,7 @@ def test_the_error_of_a_run_in_the_background_comes_out_where_it_is_looked_at(tm
 class Scheduled(Blobs):
     """Its learning rate falls by half every ten steps."""
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> torch.optim.lr_scheduler.LRScheduler:
         return torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.5)
 
 
@@ -248,7 +249,7 @@ def test_the_optimizer_at_the_hub_is_the_tasks_own_with_its_groups(
     task.batch_size = 48
     alone = train_quietly(task, Single(), Sim(1), tmp_path / "alone", steps=20)
     task.batch_size = 16
-    together = train_quietly(task, Server(), Sim(3), tmp_path / "together", steps=20)
+    together = train_quietly(task, Server(rate="none"), Sim(3), tmp_path / "together", steps=20)
     assert largest_difference(alone.model, together.model) < 1e-5
 
 
@@ -310,11 +311,11 @@ def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
 
 
 class Staged(Blobs):
-    """Its metrics are those of a list, one evaluation after another."""
+    """Its metrics are those of a list, one evaluation after another; the untrained model has the first of them too."""
 
     def __init__(self, *metrics: dict[str, float]) -> None:
         super().__init__()
-        self.metrics = list(metrics)
+        self.metrics = [metrics[0], *metrics]
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return self.metrics.pop(0) if len(self.metrics) > 1 else self.metrics[0]
@@ -397,3 +398,31 @@ class Talkative(Blobs):
 def test_what_a_task_notes_is_shown_and_kept_once(tmp_path: Path) -> None:
     run(Talkative(), Server(), Sim(2), epochs=2, warmup=Server(sync="hard"), run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("eight rows were chosen") == 1
+
+
+class Asynchronous(Blobs):
+    protocol = {"name": "server", "sync": "async"}  # noqa: RUF012
+
+
+def test_a_task_says_which_protocol_suits_it_and_a_run_may_say_otherwise(tmp_path: Path) -> None:
+    chosen = train_quietly(Asynchronous(), None, Sim(2), tmp_path / "chosen", steps=4)
+    given = train_quietly(Asynchronous(), Averaging(tau=2), Sim(2), tmp_path / "given", steps=4)
+    assert (chosen.figures["protocol"], given.figures["protocol"]) == ("server", "averaging")
+    assert chosen.figures["staleness"]["max"] > 0
+
+
+@pytest.mark.parametrize(
+    ("description", "reason"),
+    [
+        ({"name": "servers"}, "unknown protocol 'servers'.*Did you mean 'server'"),
+        ({}, "unknown protocol 'None'"),
+        ({"name": "server", "synch": "async"}, "unknown option of protocol server 'synch'.*Did you mean 'sync'"),
+    ],
+)
+def test_a_task_whose_protocol_there_is_not_is_refused(
+    tmp_path: Path, description: dict[str, str], reason: str
+) -> None:
+    task = Blobs()
+    task.protocol = description  # type: ignore[misc]
+    with pytest.raises(UsageError, match=reason):
+        train_quietly(task, None, Sim(2), tmp_path / "run", steps=4)

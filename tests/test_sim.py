@@ -213,6 +213,24 @@ def test_nodes_on_one_host_talk_for_nothing_and_share_its_interface() -> None:
     assert arrivals(logs["c"]) == [(1.25, 1), (2.25, 2)]
 
 
+def test_a_broadcast_and_a_reduction_may_cost_more_than_the_link() -> None:
+    """Five rounds of one broadcast and one reduction of 1000 bytes, each for 1 s and at 500 bytes a second."""
+
+    def seconds(**price: Any) -> float:
+        sim = Sim(workers=3, link="1gbit", step_seconds=0.1, **price)
+        plan = RunPlan.make(
+            SyntheticTask(parameters=250), Averaging(tau=1), sim, Request(steps=5, seed=0, trace=False), None
+        )
+        return sim.execute(plan, Nobody()).seconds
+
+    bare = seconds()
+    assert seconds(exchange_seconds=1.0) == pytest.approx(bare + 5 * 2)
+    assert seconds(exchange_rate=500.0) == pytest.approx(bare + 5 * 2 * 2)
+    assert seconds(exchange_seconds=1.0, exchange_rate=500.0, model_bytes=2000) == pytest.approx(
+        bare + 5 * 2 * 5, rel=1e-4
+    )
+
+
 def test_model_bytes_price_the_vector_as_a_larger_one() -> None:
     vector_bytes = 4 * VALUES
     sim = replace(SLOW_LINK, model_bytes=10 * vector_bytes)
@@ -284,7 +302,17 @@ def test_impossible_step_times_are_refused(bad: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"workers": 0}, {"link": 0}, {"link": "fast"}, {"latency": "-1ms"}, {"step_seconds": 0}, {"model_bytes": 0}]
+    "bad",
+    [
+        {"workers": 0},
+        {"link": 0},
+        {"link": "fast"},
+        {"latency": "-1ms"},
+        {"step_seconds": 0},
+        {"model_bytes": 0},
+        {"exchange_seconds": "-1s"},
+        {"exchange_rate": 0},
+    ],
 )
 def test_impossible_clusters_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

@@ -16,7 +16,11 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tether.errors import TaskError
 from tether.learner import build_model
+from tether.plan import Request, RunPlan
+from tether.protocols import Averaging
+from tether.runtimes.sim import Sim
 from tether.task import Batches, Prefetched, SyntheticTask, Task, check_task
+from tether.testing import Blobs
 
 
 class Numbers(Task):
@@ -48,17 +52,14 @@ def joined(parts: Any) -> list[int]:
     workers=st.integers(1, 6),
     batch_size=st.integers(1, 7),
     length=st.integers(1, 60),
-    first=st.integers(0, 150),
     seed=st.integers(0, 3),
 )
 def test_k_workers_with_batches_of_m_see_in_each_step_what_one_with_k_times_m_sees(
-    workers: int, batch_size: int, length: int, first: int, seed: int
+    workers: int, batch_size: int, length: int, seed: int
 ) -> None:
     steps = 2 + 2 * length // (workers * batch_size)
-    together = [
-        read(length, batch_size, steps, index=index, count=workers, first=first, seed=seed) for index in range(workers)
-    ]
-    alone = read(length, workers * batch_size, steps, first=first, seed=seed)
+    together = [read(length, batch_size, steps, index=index, count=workers, seed=seed) for index in range(workers)]
+    alone = read(length, workers * batch_size, steps, seed=seed)
     assert [joined(parts) for parts in zip(*together, strict=True)] == alone
 
 
@@ -77,7 +78,7 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 
 
 def test_reading_on_after_so_many_samples_gives_what_comes_next() -> None:
-    assert read(50, 5, 4, first=35) == read(50, 5, 11)[7:]
+    assert read(50, 5, 4, index=7) == read(50, 5, 11)[7:]
 
 
 # ---- kinds of data --------------------------------------------------------------------------------------------------
@@ -141,6 +142,24 @@ def test_fewer_samples_than_workers_are_refused() -> None:
     with pytest.raises(TaskError, match=r"3 training samples for 4 workers.* at most 3 workers"):
         check_task(Numbers(1), range(3), workers=4)
     assert check_task(Numbers(1), range(4), workers=4) == 4
+
+
+def test_a_mini_batch_larger_than_the_data_is_refused_with_the_numbers() -> None:
+    with pytest.raises(TaskError, match=r"mini-batches of 11 samples, .* 10 training samples.* at most 10"):
+        check_task(Numbers(11), range(10), workers=1)
+    assert check_task(Numbers(10), range(10), workers=4) == 10, "a step of all workers may be more than an epoch"
+
+
+def test_a_mini_batch_larger_than_the_part_of_the_data_that_a_worker_is_brought_is_refused() -> None:
+    task = Numbers(5)
+    task.source = "rows from elsewhere"
+    with pytest.raises(TaskError, match=r"mini-batches of 5 samples, .* 4 training samples.* at most 4"):
+        check_task(task, range(14), workers=3)
+    assert check_task(task, range(15), workers=3) == 15
+    plan = RunPlan.make(Blobs(), Averaging(), Sim(2), Request(steps=1), None)
+    plan.bring(TensorDataset(POINTS[:15], LABELS[:15]))
+    with pytest.raises(TaskError, match=r"task Blobs has mini-batches of 16 samples, and a worker has 15"):
+        plan.build(plan.nodes[1])
 
 
 def test_a_batch_size_below_one_is_refused() -> None:
@@ -215,7 +234,7 @@ def test_the_prefetching_thread_ends_with_its_stream() -> None:
     before = threading.active_count()
     stream = Prefetched(Batches(task, list(range(100)), seed=0))
     next(stream)
-    (thread,) = [t for t in threading.enumerate() if t.name.endswith("(_fetch)")]
+    (thread,) = [t for t in threading.enumerate() if t.name.startswith("loader")]
     del stream
     thread.join(5)
     assert threading.active_count() == before

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from tether import tasks
 from tether.errors import UsageError
-from tether.learner import Learner, build_model
+from tether.learner import Learner, build_model, evaluate
 from tether.task import Batches, SyntheticTask, Task
 from tether.tasks.chars import Chars
 from tether.tasks.cifar import Cifar
@@ -136,14 +136,14 @@ def test_evaluation_repeats_and_leaves_random_state_and_training_mode_alone(smal
         model = build_model(task, 0)
         before = torch.get_rng_state(), np.random.get_state()[1].tolist()
         values = {key: value.clone() for key, value in model.state_dict().items()}
-        first = task.evaluate(model)
-        assert first == task.evaluate(model), name
+        first = evaluate(task, model)
+        assert first == evaluate(task, model), name
         assert list(first)[:2] == ["error", "loss"] and 0 <= first["error"] <= 1 and first["loss"] > 0
         assert torch.equal(torch.get_rng_state(), before[0])
         assert np.random.get_state()[1].tolist() == before[1]
         assert all(torch.equal(value, values[key]) for key, value in model.state_dict().items()), name
         assert model.training
-        assert task.evaluate(model.eval()) == first and not model.training
+        assert evaluate(task, model.eval()) == first and not model.training
 
 
 def test_evaluation_in_chunks_equals_evaluation_at_once(
@@ -151,19 +151,19 @@ def test_evaluation_in_chunks_equals_evaluation_at_once(
 ) -> None:
     task = small["cifar cnn"]
     model = build_model(task, 0)
-    whole = task.evaluate(model)
+    whole = evaluate(task, model)
     monkeypatch.setattr(Cifar, "chunk", 4)
-    assert task.evaluate(model) == pytest.approx(whole, rel=1e-5)
+    assert evaluate(task, model) == pytest.approx(whole, rel=1e-5)
 
 
 def test_a_task_is_small_when_pickled_even_after_it_has_loaded_its_data(small: dict[str, Classification]) -> None:
     for name, task in small.items():
-        metrics = task.evaluate(build_model(task, 0))
+        metrics = evaluate(task, build_model(task, 0))
         task.train_data()
         pickled = pickle.dumps(task)
         assert len(pickled) < 2000, name
         copy = pickle.loads(pickled)
-        assert copy.evaluate(build_model(copy, 0)) == metrics, name
+        assert evaluate(copy, build_model(copy, 0)) == metrics, name
 
 
 def test_a_bad_learning_rate_or_network_is_refused_by_the_constructor() -> None:
@@ -183,7 +183,7 @@ def test_digits_errs_on_less_than_5_percent_after_10_epochs() -> None:
         optimizer.zero_grad()
         task.loss(model, batch).backward()
         optimizer.step()
-    assert task.evaluate(model)["error"] < 0.05
+    assert evaluate(task, model)["error"] < 0.05
 
 
 def test_digits_holds_out_a_fifth_of_every_class() -> None:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tether import Local, Sim, Single, tasks
 from tether.errors import UsageError
-from tether.learner import Learner, build_model
+from tether.learner import Learner, build_model, evaluate
 from tether.tasks.networks import TextCnn
 from tether.tasks.text import Text, tokens
 from tether.testing import train_quietly
@@ -114,7 +114,7 @@ def test_rows_that_tell_when_to_stop_are_neither_trained_on_nor_those_of_the_err
 
 def test_without_rows_that_tell_when_to_stop_no_run_ends_by_the_error(tmp_path: Path) -> None:
     task = Text(weather(tmp_path / "t.csv"), validation=0)
-    assert task.patience is None and "validation_error" not in task.evaluate(build_model(task, 0))
+    assert task.patience is None and "validation_error" not in evaluate(task, build_model(task, 0))
     alone = write(tmp_path / "x_train.csv", HEAD + "one,a\ntwo,b\n")
     task = Text(alone, test=alone)
     assert sizes(task) == (2, 0, 2) and task.patience is None

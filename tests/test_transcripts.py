@@ -20,7 +20,7 @@ from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single
 from tether.machine import Effect, Event, Message, Node, Replica, Snapshot
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
-from tether.protocols.server import Mark
+from tether.protocols.pushes import Mark
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody
 from tether.task import SyntheticTask
@@ -29,17 +29,18 @@ FOLDER = Path(__file__).parent / "transcripts"
 #: of each protocol's variants, those that show what is typical of the others; so many steps can be read
 VARIANTS: dict[Options, int] = {
     Single(): 5,
-    Server(sync="hard"): 5,
+    Server(sync="hard"): 4,
     Server(sync="soft"): 3,
     Server(sync="async", topology="tree", fan_out=2, overlap=True): 2,
     Server(sync="async", consistent=False): 2,
+    Server(sync="hard", hubs=2): 2,
     Averaging(tau=1): 5,
     Averaging(tau=4): 5,
     Averaging(): 5,
     Elastic(tau=2): 5,
     Elastic(tau=4, exchangers=1): 9,
-    Mpca(phases=1): 4,
-    Mpca(phases=2): 2,
+    Mpca(phases=1): 3,
+    Mpca(phases=2): 1,
     Grid(dimensions=1, steps_per_round=2): 4,
 }
 LINES_MAX = 60

@@ -21,7 +21,7 @@ from tether import Averaging, Elastic, Local, Sim, cells, cli, tasks, tune
 from tether.errors import TaskError, UsageError
 from tether.protocols import Mpca
 from tether.protocols.elastic import ElasticHub
-from tether.task import SyntheticTask
+from tether.task import Length, SyntheticTask
 from tether.testing import Blobs
 from tether.tune import Point, Tuning, parse_alphas, reduced
 
@@ -72,7 +72,7 @@ class Own(Blobs):
         self.seen = True
         return super().train_data()
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+    def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> Any:
         return torch.optim.lr_scheduler.ConstantLR(optimizer)
 
 
@@ -88,7 +88,7 @@ def test_a_reduced_task_is_the_same_but_for_its_training_data() -> None:
     model = part.model()
     assert part.evaluate(model) == whole.evaluate(model), "it evaluates on the training data, all of it"
     assert isinstance(part.optimizer(model), torch.optim.SGD)
-    assert isinstance(part.scheduler(part.optimizer(model)), torch.optim.lr_scheduler.ConstantLR)
+    assert isinstance(part.scheduler(part.optimizer(model), Length(10, 5.0, 1)), torch.optim.lr_scheduler.ConstantLR)
 
 
 def test_the_part_follows_from_the_seed_here_and_in_other_processes() -> None:
@@ -186,13 +186,15 @@ def test_a_search_in_processes_gives_them_the_part_only() -> None:
 
 
 def test_mpca_6_3_the_schedule_of_alpha_must_leave_room_for_alpha_itself() -> None:
-    """By default the target is reached after 220 steps: in fewer, all values would look alike."""
-    short: Any = {"protocol": Mpca(), "task": Blobs()}
+    """The paper's target is reached after 220 steps: in fewer, all values would look alike."""
+    short: Any = {"protocol": Mpca(free_steps=20, settle_steps=200), "task": Blobs()}
     with pytest.raises(UsageError, match=r"from step 220 on, and these runs have 13 steps: .* Give 282 epochs"):
         search((0.01, 0.1), **short, epochs=8, on=replace(QUICK, workers=4))
     quick = {**short, "protocol": Mpca(free_steps=2, settle_steps=18)}
     found = search((0.01, 0.1), **quick, epochs=None)
     assert all(point.value is not None and point.steps >= 40 for point in found.points)
+    by_shares = search((0.01, 0.1), **{**short, "protocol": Mpca()}, epochs=8)
+    assert all(point.value is not None for point in by_shares.points)
 
 
 # ---- the words, against made-up points ------------------------------------------------------------------------------

@@ -364,3 +364,26 @@ def test_a_learner_steps_with_its_newest_gradient_buffer() -> None:
     assert torch.equal(sent, first) and samples == 16
     assert torch.allclose(learner.weights, before - 0.5 * 0.05 * newest)
     assert learner.optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_a_stale_step_lessens_momentum_and_its_rate_and_leaves_the_optimizer_as_it_was() -> None:
+    task = Blobs(norm=False, momentum=0.9)
+    points, labels = task.train_data().tensors
+    learner = Learner(task, iter([[points[:16], labels[:16]]] * 2), node="worker-0", seed=3)
+    first = learner.compute("flat", fresh=True).gradient
+    learner.step(None, 1.0)
+    second = learner.compute("flat", fresh=True).gradient
+    before = learner.weights.clone()
+    learner.step(None, 1.0, staleness=3)
+    assert torch.allclose(learner.weights, before - 0.05 / 2 * (second + 0.9**4 * first))
+    (group,) = learner.optimizer.param_groups
+    assert (group["lr"], group["momentum"]) == (0.05, 0.9)
+
+
+def test_a_stale_step_without_momentum_is_a_step() -> None:
+    task = Blobs(norm=False, momentum=0.0)
+    points, labels = task.train_data().tensors
+    learner = Learner(task, iter([[points[:16], labels[:16]]]), node="worker-0", seed=3)
+    gradient, before = learner.compute("flat", fresh=True).gradient, learner.weights.clone()
+    learner.step(None, 1.0, staleness=3)
+    assert torch.allclose(learner.weights, before - 0.05 * gradient)

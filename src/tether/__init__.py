@@ -9,7 +9,7 @@ from tether.runtimes.faults import Faults
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
 from tether.runtimes.spark import Spark
-from tether.task import Task
+from tether.task import Length, Task
 
 __version__ = "0.1.0"
 
@@ -19,6 +19,7 @@ __all__ = [
     "Faults",
     "Grid",
     "InvariantBroken",
+    "Length",
     "Local",
     "Mpca",
     "Result",

@@ -20,7 +20,7 @@ import torch.distributed
 
 from tether import tasks
 from tether.cells import Report
-from tether.learner import build_model
+from tether.learner import build_model, evaluate
 from tether.machine import Machine, Row, Seat
 from tether.plan import Request, RunPlan
 from tether.protocols import Grid, Options, Single
@@ -153,7 +153,7 @@ def _learned(task: Task, options: Options, count: int) -> float:
 def _error(task: Task, outcome: Outcome) -> float:
     model = build_model(task, 0)
     Vector(model).weights.copy_(outcome.weights)
-    return task.evaluate(model)["error"]
+    return evaluate(task, model)["error"]
 
 
 def _execute(task: Task, options: Options, runtime: Runtime, request: Request) -> tuple[Outcome, Rounds]:

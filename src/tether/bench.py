@@ -216,6 +216,7 @@ def named(name: str) -> Callable[..., Report]:
     known: dict[str, Callable[..., Report]] = {
         "accuracy": accuracy.accuracy,
         "allreduce": allreduce.allreduce,
+        "cycles": comparison.cycles,
         "grid": allreduce.grid,
         "overhead": overhead,
         "rudra": rudra,

@@ -8,7 +8,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
@@ -18,13 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from tether.errors import Diverged, TaskError, UsageError
-from tether.learner import build_model
+from tether.errors import Diverged, UsageError
+from tether.learner import build_model, evaluate
 from tether.machine import Evaluate
 from tether.plan import RunPlan
 from tether.runtimes.base import Runtime
 from tether.swarm import Nobody
-from tether.task import describe_error
 from tether.trace import Meter
 from tether.vector import Vector
 
@@ -91,12 +90,12 @@ class Watcher(Nobody):
         self._vector.weights.copy_(weights)
         self.evaluations.append((now, effect.step, self.measure()))
 
+    def observed(self) -> Sequence[dict[str, float]]:
+        return [metrics for _, _, metrics in self.evaluations]
+
     def measure(self) -> dict[str, float]:
         """What the task says of its model."""
-        try:
-            metrics = {name: float(value) for name, value in self._task.evaluate(self._model).items()}
-        except Exception as error:
-            raise TaskError(f"evaluate() failed: {describe_error(self._task, error)}") from error
+        metrics = evaluate(self._task, self._model)
         if not metrics:
             raise UsageError(
                 f"evaluate() of task {self._task.name} returns no metrics: runs are compared by one, such as error"

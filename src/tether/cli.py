@@ -69,7 +69,9 @@ PatienceOption = Annotated[
 @app.command()
 def train(
     task: TaskArgument,
-    protocol: Annotated[str, typer.Option("--protocol", "-p", help="How workers agree.")] = "averaging",
+    protocol: Annotated[
+        str | None, typer.Option("--protocol", "-p", help="How workers agree; what suits the task unless given.")
+    ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
     workers: WorkersOption = None,
     master: MasterOption = None,
@@ -101,9 +103,11 @@ def train(
     faults: Annotated[Path | None, typer.Option(help="sim: a JSON file of faults.")] = None,
 ) -> None:
     """Train a task and print what came out."""
-    cls = _protocol_class(protocol)
+    description = {"name": protocol} if protocol is not None else tasks.find(task).protocol
+    cls = type(protocols.make(description))
     protocol_settings, task_settings = _split_settings(set_ or [], cls, task)
-    options = cls(**settings.arguments(cls, f"protocol {protocol}", protocol_settings))
+    chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
+    options = protocols.make({**description, **chosen})
     built = tasks.load(task, data=data, settings=task_settings)
     only_sim = {
         "link": link,
@@ -240,16 +244,16 @@ def bench_(
         str,
         typer.Argument(
             metavar="NAME",
-            help="accuracy, allreduce, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, table2 or "
-            "utilization.",
+            help="accuracy, allreduce, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, "
+            "table2 or utilization.",
         ),
     ],
-    task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given.")] = None,
+    task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given. cycles: several.")] = None,
     data: DataOption = None,
     workload: Annotated[str | None, typer.Option(help="table2: one of its workloads; all three unless given.")] = None,
     seeds: Annotated[
         int | None,
-        typer.Option(help="accuracy, mpca, scaling, table2: runs of each that count together; 3 unless given."),
+        typer.Option(help="accuracy, cycles, mpca, scaling, table2: runs of each that count together; 3 unless given."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="scaling: where its picture goes; scaling.png here.")] = None,
     rounds: Annotated[int | None, typer.Option(help="overhead, spark, utilization: how many turns are made.")] = None,
@@ -258,12 +262,20 @@ def bench_(
         str | None,
         typer.Option(help="spark: on hosts with links of this speed, such as 1gbit, made of network namespaces."),
     ] = None,
+    workers: Annotated[str | None, typer.Option(help="cycles: numbers of workers; 3,8 unless given.")] = None,
+    steps: Annotated[
+        str | None, typer.Option(help="cycles: lengths of runs, in steps; 100,400,2000,10000 unless given.")
+    ] = None,
+    cycle: Annotated[
+        str | None, typer.Option(help="cycles: how many steps an exchange takes; 1,10,50,100 unless given.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure something, as ratios."""
     measure = bench.named(name)
     given = {"task": task, "data": data, "workload": workload, "seeds": seeds, "picture": picture}
     given |= {"rounds": rounds, "master": master, "link": link}
+    given |= {"workers": workers, "steps": steps, "cycle": cycle}
     options = {option: value for option, value in given.items() if value is not None}
     if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
         raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")
@@ -497,6 +509,12 @@ def _show(result: Result, as_json: bool) -> None:
         "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",
         "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB{_compressed(figures)}",
         **{metric: f"{value:.4g}" for metric, value in figures["metrics"].items()},
+        **(
+            {"left out": f"{skipped} gradients that were not finite"}
+            if (skipped := figures["gradients_skipped"])
+            else {}
+        ),
+        **({"warning": figures["warning"]} if figures["warning"] else {}),
         "run": figures["run"],
     }.items():
         table.add_row(name, value)

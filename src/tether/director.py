@@ -2,77 +2,116 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
-import queue
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from tether.errors import TaskError, TetherError
-from tether.learner import build_model
+from tether.errors import TetherError, UsageError
+from tether.learner import build_model, evaluate
 from tether.machine import Checkpoint, Evaluate, Row
-from tether.plan import Patience, RunPlan, Until, worth
+from tether.plan import Patience, Request, RunPlan, Until, worth
 from tether.progress import Progress
-from tether.rundir import Evaluated, RunDirectory
-from tether.runtimes.base import Outcome
-from tether.task import describe_error
+from tether.rundir import Evaluated, RunDirectory, not_finite
+from tether.runtimes.base import NodeStates, Outcome
+from tether.task import metric_of
 from tether.trace import Meter
-from tether.vector import Vector
+from tether.twin import Guest, own_device
+from tether.vector import Vector, is_finite
 
+#: how much memory models may take that wait for their evaluation, and how many there may be
+WAITING_BYTES, WAITING_MAX = 512 << 20, 100
+#: a model whose metric is better by less than this share has learned nothing
+LITTLE = 0.05
 #: how long a checkpoint that is being written is waited for when a run ends badly
 GRACE_SECONDS = 0.7
 
 
 class _Beside:
-    """A thread that does one thing at a time and, if it falls behind, only the newest; the last is always done."""
+    """A thread that does one thing at a time. If it falls behind, some of what waits is left out, but never the last.
 
-    def __init__(self, name: str) -> None:
-        self._pending: queue.Queue[Callable[[], None] | None] = queue.Queue(maxsize=1)
+    Each work has a place, which is its number of samples, and comes after those before it. Of more than `room` works
+    that wait, the one goes whose neighbours are nearest to each other: what is done is spread evenly. What is to be
+    done at 0, before all others, stays.
+    """
+
+    def __init__(self, name: str, room: int = 1, *, newest_first: bool = False) -> None:
+        self._room = room
+        self._newest_first = newest_first
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._changed = threading.Condition()
+        self._closed = False
         self._failure: BaseException | None = None
+        #: the places of works that were begun
+        self._begun = [0]
+        self.left_out = 0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def do(self, work: Callable[[], None]) -> None:
-        self._put(work)
+    def do(self, place: int, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append((place, work))
+            if len(self._waiting) > self._room:
+                self._leave_one_out()
+            self._changed.notify()
+
+    def _leave_one_out(self) -> None:
+        places = sorted([*self._begun, *(place for place, _ in self._waiting)])
+        gaps = {}
+        for i, (place, _) in enumerate(self._waiting[:-1]):
+            if place > 0:
+                at = bisect.bisect_left(places, place)
+                gaps[i] = places[at + 1] - places[at - 1]
+        if gaps:
+            del self._waiting[min(gaps, key=gaps.__getitem__)]
+            self.left_out += 1
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def next_place(self) -> float:
+        """The place of the first work that waits."""
+        with self._changed:
+            return min((place for place, _ in self._waiting), default=math.inf)
 
     def close(self) -> None:
         """Do what is still wanted and end; raises what went wrong."""
-        self._pending.put(None)
-        self._thread.join()
+        self.abandon(None)
         self.check()
 
-    def abandon(self, seconds: float) -> None:
-        """End, and do what is still wanted only if that takes no longer."""
-        try:
-            self._pending.put(None, timeout=seconds)
-        except queue.Full:
-            self._put(None)
+    def abandon(self, seconds: float | None) -> None:
+        """End, and do what is still wanted only as far as that takes no longer."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
         self._thread.join(seconds)
+        with self._changed:
+            self._waiting.clear()
 
     def check(self) -> None:
         if self._failure is not None:
             raise self._failure
 
-    def _put(self, work: Callable[[], None] | None) -> None:
-        while True:
-            try:
-                self._pending.put_nowait(work)
-                return
-            except queue.Full:
-                with suppress(queue.Empty):
-                    self._pending.get_nowait()
-
     def _work(self) -> None:
-        while (work := self._pending.get()) is not None:
+        while True:
+            with self._changed:
+                while not self._waiting and not self._closed:
+                    self._changed.wait()
+                if not self._waiting:
+                    return
+                place, work = self._waiting.pop(-1 if self._newest_first else 0)
+                self._begun.append(place)
             if self._failure is None:
                 try:
                     work()
                 except Exception as error:
                     self._failure = error
+            del work  # and the weights that it holds
 
 
 class Director:
@@ -93,18 +132,39 @@ class Director:
         self._until = Until.parse(plan.until) if plan.until else None
         self._patience = Patience(plan.patience) if plan.patience is not None else None
         best = directory.load_best() if self._patience is not None else None
-        self._best = worth(best.metrics) if best is not None else -math.inf
+        self._best = (worth(best.metrics), best.step) if best is not None else (-math.inf, 0)
         self._progress = progress
         self._lock = threading.Lock()
         self.time_before = directory.last_time()  # of the part of the run that is continued
         self._file = directory.metrics.open("a")
-        self._evaluator = _Beside("evaluator") if beside else None
-        self._writer = _Beside("checkpoints")
         self._model = build_model(plan.task, plan.seed)
+        # the device after the learners', if there are so many
+        device = own_device(plan.workers) if next(self._model.parameters()).device.type == "cpu" else None
+        self._guest = Guest(self._model, device) if device is not None else None
         self._vector = Vector(self._model)
+        self._evaluator: _Beside | None = None
+        if beside:
+            room = max(1, min(WAITING_MAX, WAITING_BYTES // max(1, self._vector.weights.nbytes)))
+            # whether the run shall end is a question to the newest model
+            decides = self._until is not None or self._patience is not None
+            self._evaluator = _Beside("evaluator", room, newest_first=decides)
+        self._writer = _Beside("checkpoints")
+        #: the metrics before training, as far as they are known
+        self.untrained = directory.untrained()
         self._stop: str | None = None
         self._asked_to_stop = stop
         self.history: list[dict[str, Any]] = []
+        #: what evaluations have found, by the samples that the model had seen, those of earlier parts included
+        self._evaluations = directory.evaluations(plan.restored) if plan.restored is not None else {}
+        if plan.restored is not None:
+            self._row("resumed", 0.0, samples=plan.restored.samples)
+        #: evaluations before which another waits, in order
+        self._held: list[dict[str, Any]] = []
+        self._in_order = threading.Lock()
+        self._asked = 0
+        self._newest = 0
+        #: what is wrong with the model that the run has come to
+        self.warning: str | None = None
         self.step = 0
         self.samples = 0
 
@@ -120,39 +180,69 @@ class Director:
             self.note(told)
         return self
 
+    def begin(self, request: Request) -> None:
+        """Before training: have the untrained model evaluated, and refuse a goal that its metrics cannot tell."""
+        until = Until.parse(request.until) if request.until else None
+        decided = until is not None or self._patience is not None or request.patience is not None
+        weights = self._vector.weights.clone() if self._plan.restored is None else self._plan.restored.weights
+        if self.untrained is None and self._plan.restored is None:
+            if self._evaluator is None or decided:
+                self._evaluate_untrained(weights)
+            else:
+                self._evaluator.do(0, lambda: self._evaluate_untrained(weights))
+        if decided:
+            metrics = self.untrained if self.untrained is not None else self._measure(weights)
+            if until is not None:
+                until.holds(metrics)
+            if self._patience is not None or request.patience is not None:
+                worth(metrics)
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if kind is not None:
             self._writer.abandon(GRACE_SECONDS)
             if self._evaluator is not None:
                 self._evaluator.abandon(0.0)
+            self._release(math.inf)
             self._progress.end(f"ended: {error}" if isinstance(error, TetherError) else f"ended: {kind.__name__}")
         with self._lock:
             self._file.close()
 
-    def finish(self, outcome: Outcome) -> Evaluated:
-        """After the last event: the last figures, and whatever is still being evaluated or written.
+    def finish(self, outcome: Outcome, last: bool = True) -> Evaluated:
+        """After the last event: the last figures, and whatever is still to be evaluated or written.
 
-        What the run has come to is its last model or, if it has patience, the best that it has seen.
+        What the run has come to is its last model or, if it has patience, the best that it has seen. `last`: no other
+        phase follows.
         """
         for name, meter in outcome.meters.items():
             if name not in outcome.lost:
                 self.meter(meter, outcome.seconds)
         if self._evaluator is not None:
+            if (waiting := self._evaluator.waiting) > 1:
+                self._progress.note(f"training has ended; {waiting} evaluations are still to be made")
             self._evaluator.close()
+            if left_out := self._evaluator.left_out:
+                self.note(
+                    f"{left_out} of {self._asked} evaluations were left out, since training was faster: "
+                    "raise evaluate_every"
+                )
         self._writer.close()
-        last = self.history[-1]["metrics"] if self.history else {}
-        model = Evaluated(self.step, self.samples, last, outcome.weights)
+        self._require_finite(self.step, outcome.weights)
+        metrics = self.history[-1]["metrics"] if self.history else {}
+        model = Evaluated(self.step, self.samples, metrics, outcome.weights)
         if self._patience is not None and outcome.reason != f"{self._until} reached":
             model = self.directory.load_best() or model
             if model.step != self.step:
                 self.note(f"the model is that of step {model.step}, the best that was seen")
+        if last and (warning := self._judge(model.metrics)):
+            self.warning = warning
+            self.note(warning)
         self._progress.end(", ".join(f"{name} {value:.4g}" for name, value in model.metrics.items()) or "finished")
         return model
 
     def joint_model(self, weights: Tensor) -> nn.Module:
-        """The task's model with these weights."""
+        """The task's model with these weights, in evaluation mode."""
         self._vector.weights.copy_(weights)
-        return self._model
+        return self._model.eval()
 
     # ---- what the runtime tells ----
 
@@ -171,6 +261,7 @@ class Director:
             bytes_sent=meter.bytes_sent,
             bytes_received=meter.bytes_received,
             bytes_saved=meter.bytes_saved,
+            gradients_skipped=meter.gradients_skipped,
         )
 
     def record(self, node: str, values: Row, now: float) -> None:
@@ -178,15 +269,20 @@ class Director:
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
         self.step, self.samples = effect.step, effect.samples
+        self._asked += 1
         if self._evaluator is None:
             self._evaluate(effect, weights, now)
         else:
             self._evaluator.check()
-            self._evaluator.do(lambda: self._evaluate(effect, weights, now))
+            kept = weights.clone()  # while it waits, its sender may use the memory again
+            self._evaluator.do(effect.samples, lambda: self._evaluate(effect, kept, now))
 
-    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any], now: float) -> None:
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None:
         self._writer.check()
-        self._writer.do(lambda: self._save(effect, weights, replica_state))
+        self._writer.do(effect.samples, lambda: self._save(effect, weights, state))
+
+    def observed(self) -> Sequence[dict[str, float]]:
+        return list(self._evaluations.values())
 
     def note(self, text: str) -> None:
         self._progress.note(text)
@@ -200,35 +296,88 @@ class Director:
     # ---- beside training ----
 
     def _evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
-        task = self._plan.task
-        try:
-            metrics = task.evaluate(self.joint_model(weights))
-        except Exception as error:
-            raise TaskError(f"evaluate() failed: {describe_error(task, error)}") from error
-        if not isinstance(metrics, dict):
-            raise TaskError(f"evaluate() of task {type(task).__name__} returned {metrics!r}: return a dict of numbers")
-        try:
-            metrics = {name: float(value) for name, value in metrics.items()}
-        except (TypeError, ValueError):
-            raise TaskError(
-                f"evaluate() of task {type(task).__name__} returned {metrics!r}: values must be numbers"
-            ) from None
+        self._require_finite(effect.step, weights)
+        metrics = self._measure(weights)
         row = {"time": now, "step": effect.step, "samples": effect.samples, "metrics": metrics}
-        self.history.append(row)
-        self._row("evaluation", now, step=effect.step, samples=effect.samples, metrics=metrics)
-        self._progress.evaluation(metrics, now, effect.step)
+        with self._in_order:
+            bisect.insort(self._held, row, key=lambda row: row["samples"])
+        self._release(self._evaluator.next_place() if self._evaluator is not None else math.inf)
+        late = effect.samples < self._newest
+        self._newest = max(self._newest, effect.samples)
+        if not late:
+            self._progress.evaluation(metrics, now, effect.step)
         # of equals the last: few held-out rows cannot tell it from the others, and it has learned longest
-        if self._patience is not None and (value := worth(metrics)) >= self._best:
-            self._best = value
+        if self._patience is not None and (found := (worth(metrics), effect.step)) >= self._best:
+            self._best = found
             self.directory.save_best(Evaluated(effect.step, effect.samples, metrics, weights))
         if self._until is not None and self._until.holds(metrics):
             self._stop = f"{self._until} reached"
-        elif self._patience is not None and self._patience.ends(metrics):
+        elif self._patience is not None and self._patience.ends(metrics, late=late):
             self._stop = str(self._patience)
 
-    def _save(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
+    def _release(self, before: float) -> None:
+        """Write the rows that no evaluation still to come belongs before."""
+        with self._in_order:
+            while self._held and self._held[0]["samples"] <= before:
+                row = self._held.pop(0)
+                self.history.append(row)
+                self._evaluations[row["samples"]] = row["metrics"]
+                self._row("evaluation", row["time"], step=row["step"], samples=row["samples"], metrics=row["metrics"])
+
+    def _evaluate_untrained(self, weights: Tensor) -> None:
+        self.untrained = self._measure(weights)
+        self._row("untrained", 0.0, metrics=self.untrained)
+
+    def _measure(self, weights: Tensor) -> dict[str, float]:
+        """The metrics of these weights, on a device if there is one that can."""
+        if self._guest is not None:
+            try:
+                self._guest.take(weights)
+                return evaluate(self._plan.task, self._guest.model)
+            except Exception as error:  # also for want of memory: the learners come first
+                self.note(f"evaluating on {self._guest.device} failed, and is done on the host from now on: {error}")
+                self._guest = None
+        return evaluate(self._plan.task, self.joint_model(weights))
+
+    def _require_finite(self, step: int, weights: Tensor) -> None:
+        if not is_finite(weights[: self._vector.parameter_count]):
+            raise not_finite(step)
+
+    def _judge(self, metrics: dict[str, float]) -> str | None:
+        """What is wrong with a model that has these metrics: it has learned nothing, or lost what it had learned."""
+        metric = metric_of(metrics)
+        if self.untrained is None or metric not in self.untrained:
+            return None
+        start, end = self.untrained[metric], metrics[metric]
+        try:
+            gained = worth({metric: end}) - worth({metric: start})
+            gains = {worth({metric: row["metrics"][metric]}) - worth({metric: start}): row for row in self.history}
+        except (UsageError, LookupError):
+            return None  # nobody knows what is better
+        most = max((gain for gain in gains if math.isfinite(gain)), default=0.0)
+        if gained > max(LITTLE * abs(start), most / 2) or (start == end == 0 and worth({metric: 1.0}) < 0):
+            return None
+        told = f"{metric} {end:.4g}, {start:.4g} before"
+        if most > 2 * max(gained, LITTLE * abs(start)):
+            best = gains[most]
+            told += f", and {best['metrics'][metric]:.4g} at step {best['step']}, which patience would have kept"
+        much = "no" if not gained > 0 else "hardly" if gained <= LITTLE * abs(start) else "not much"
+        return (
+            f"the model is {much} better than before training ({told}): lower the learning rate or the momentum, use "
+            "fewer workers or another protocol, or check the data"
+        )
+
+    def _save(self, effect: Checkpoint, weights: Tensor, state: NodeStates) -> None:
         self.directory.save_checkpoint(
-            effect.step, effect.samples, weights, effect.state, replica_state, self._plan.protocol.name
+            effect.step,
+            effect.samples,
+            weights,
+            effect.state,
+            state.hub,
+            self._plan.protocol.name,
+            state.workers,
+            dict(self._evaluations),
+            self._vector.parameter_count,
         )
 
     def _row(self, kind: str, now: float | None, **values: Any) -> None:

@@ -3,7 +3,7 @@
 TetherError
 +-- UsageError          what was asked for cannot be: an unknown name, a bad value, a missing extra
 |   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar
-|       +-- Diverged    the loss is no finite number any more
+|       +-- Diverged    losses, gradients or weights are not finite any more
 +-- RunError            a run that started properly ended badly
 |   +-- NodesLost       no worker is left, or the hub has died: it can go on from its last backup
 |   +-- Stalled         nothing can happen any more although the run is not finished
@@ -30,7 +30,7 @@ class TaskError(UsageError):
 
 
 class Diverged(TaskError):
-    """The loss became infinite or NaN: with these settings the task cannot be trained."""
+    """Losses, gradients or weights became infinite or NaN: with these settings the task cannot be trained."""
 
 
 class RunError(TetherError):

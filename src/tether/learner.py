@@ -8,31 +8,48 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from tether.errors import Diverged, TaskError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import LARGE, rows_of
-from tether.task import SyntheticTask, Task, describe_error
-from tether.twin import Twin
-from tether.vector import Empty, Shared, Vector, put_gradient
+from tether.task import Length, SyntheticTask, Task, describe_error, metric_of
+from tether.twin import Twin, to_device
+from tether.vector import Empty, Shared, Vector, is_finite, put_gradient, shards
+from tether.wire import can_be_kept
 
 #: optimizers that treat every element alike, so that a flat vector gives the same result as separate parameters
 ELEMENTWISE = {
     getattr(torch.optim, name)
     for name in ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 }
+#: so many gradients of a learner may be other than finite; more, only while they are no more than this share of all
+SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 
+#: of a learner that belongs to no run
+UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
+
+
 class Learner:
-    """Computes gradients, steps and holds the vector that values are installed into."""
+    """Computes gradients, steps and holds the vector that values are installed into.
+
+    A gradient with a value that is not finite, although the loss is, counts as zero: all of it, and what the pass made
+    of buffers is undone. That is so before anybody sees it, so every protocol treats it as any other: a learner that
+    steps by itself makes a step in which only momentum and weight decay act, and whoever averages or applies gradients
+    of others gets zeros. Such gradients are counted, and past a limit the run ends.
+    """
 
     def __init__(
         self,
@@ -41,11 +58,16 @@ class Learner:
         *,
         node: str,
         seed: int,
+        length: Length = UNKNOWN,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
         device: torch.device | None = None,
+        part: tuple[int, int] | None = None,
     ) -> None:
-        """`device`: where gradients are computed, if not where the model is made."""
+        """`length`: of the run, for the schedule; `device`: where gradients are computed, if not at the model.
+
+        `part`: the optimizer has only this part, of so many, of the vector; it computes no gradients then.
+        """
         self.task = task
         self.node = node
         self.model = build_model(task, seed)
@@ -78,7 +100,10 @@ class Learner:
         alone = by_rows | {start: start + p.numel() for start, p in self._large.items()}
         runs = flatten(self.optimizer, self.vector, alone.items())
         self.flat = runs is not None
-        self._runs = runs or []
+        self._parts = Parts(self.optimizer, self.parameter_count, *part) if part is not None and self.flat else None
+        self._runs = self._parts.keep(self.optimizer, self.vector) if self._parts is not None else runs or []
+        #: where in the vector the gradients that it is given begin
+        self._first = self._parts.own.start if self._parts is not None else 0
         #: each embedding whose gradients are rows, with its run of the vector and its group of the optimizer
         self._row_runs = [
             (part, run, group)
@@ -89,16 +114,30 @@ class Learner:
         ]
         self._dense = [(p, self._packed(start)) for p, start in places if start not in by_rows]
         self._empty = empty
-        self.scheduler = task.scheduler(self.optimizer)
+        self._length = length
+        scheduler = task.scheduler(self.optimizer, length)
+        #: follows the evaluations of the joint model, and not the run's position
+        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
+        #: how many steps of the run the schedule has gone, and how far the run is
+        self._scheduled = 0
+        self._position = 0
+        self._has_stepped = False
         self._batches = batches
         self._steps = 0
         self.load_seconds = 0.0
+        self.skipped = 0
+
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        self._position = position
+        self._batches.seek(batch, upcoming)  # type: ignore[attr-defined]
 
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         self._steps += 1
         self._drop()
         for parameter in self.vector.parameters:
             parameter.grad = None  # a gradient made anew and copied costs half of one added to zeros
+        buffers = self.weights[self.parameter_count :].clone()
         if self._twin is None:
             value = self._pass(self.model, self.weights.device)
         else:
@@ -109,7 +148,31 @@ class Learner:
         for part in self._rows:
             part.take()
         gradient, touched = self._gather(wanted, fresh)
+        made = self._made(gradient)
+        if not all(is_finite(values) for values in made):
+            self._skip(made)
+            self.weights[self.parameter_count :].copy_(buffers)
         return Taken(gradient, value, self.task.batch_size, touched)
+
+    def _made(self, gradient: Tensor) -> list[Tensor]:
+        """Where the values of the last gradient are: what was wanted of it, and what a step would use."""
+        rows = [part.values for part in self._rows if part.values is not None]
+        if gradient.numel():
+            return [gradient, *rows]
+        stepped = self._runs if self.flat else self.vector.parameters
+        return [*(run.grad for run in stepped if run.grad is not None), *rows]
+
+    def _skip(self, made: list[Tensor]) -> None:
+        """Have zeros in place of the last gradient."""
+        for values in made:
+            values.zero_()
+        self.skipped += 1
+        if self.skipped > max(SKIPPED_MIN, SKIPPED_SHARE * self._steps):
+            raise self._error(
+                f"{self.skipped} of its gradients were not finite, although the losses were",
+                "lower the learning rate, or look for what has no derivative in loss(), such as sqrt(0)",
+                Diverged,
+            )
 
     def _pass(self, model: nn.Module, device: torch.device) -> float:
         """A loss and its gradients, of the next mini-batch."""
@@ -118,7 +181,7 @@ class Learner:
             batch = next(self._batches)
             self.load_seconds += time.perf_counter() - began
             if device.type != "cpu":
-                batch = _to(batch, device)
+                batch = to_device(batch, device)
             loss = self.task.loss(model, batch)
         except TaskError:
             raise
@@ -136,25 +199,27 @@ class Learner:
             raise self._error(f"the loss became {value}", remedy, Diverged)
         return value
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self,
+        gradient: Tensor | None,
+        rate: float,
+        touched: tuple[Tensor, ...] = (),
+        position: int | None = None,
+        staleness: float = 0.0,
+    ) -> None:
+        self._has_stepped = True
+        self._follow_schedule(self._position if position is None else position)
         own = [run.grad for run in self._runs], [(part.touched, part.values) for part in self._rows]
         if gradient is not None:
             self._show(gradient.to(self.weights), touched)
         in_rows = [(part, run, group) for part, run, group in self._row_runs if run.grad is None]
-        for part, run, group in in_rows:
-            if part.lazy:
-                part.step(self.optimizer, group, run, rate)
-            else:
-                run.grad = part.whole()
-        if rate == 1.0:
+        with _changed(self.optimizer, rate, staleness):
+            for part, run, group in in_rows:
+                if part.lazy:
+                    part.step(self.optimizer, group, run)
+                else:
+                    run.grad = part.whole()
             self.optimizer.step()
-        else:
-            usual = [group["lr"] for group in self.optimizer.param_groups]
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * rate
-            self.optimizer.step()
-            for group, lr in zip(self.optimizer.param_groups, usual, strict=True):
-                group["lr"] = lr
         for _, run, _ in in_rows:
             run.grad = None
         if gradient is not None:
@@ -162,8 +227,17 @@ class Learner:
                 run.grad = run_gradient
             for part, rows in zip(self._rows, own[1], strict=True):
                 part.touched, part.values = rows
-        if self.scheduler is not None:
-            self.scheduler.step()
+
+    def _follow_schedule(self, position: int) -> None:
+        """Have the learning rate that the schedule gives where the run is."""
+        if self.scheduler is None:
+            return
+        step = min(position // self._length.workers, self._length.steps - 1)
+        while self._scheduled < step:
+            self._scheduled += 1
+            with warnings.catch_warnings():  # whoever comes late goes through the schedule before it steps
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                self.scheduler.step()
 
     def load_gradient(self, gradient: Tensor) -> None:
         self.vector.gradient.copy_(gradient)
@@ -216,7 +290,7 @@ class Learner:
         """Show the optimizer its gradients, but for the embeddings whose touched rows are known."""
         touched = {part.start for part in self._rows if part.touched is not None}
         for run in self._runs:
-            start = self._packed(run.start) if packed else run.start
+            start = self._packed(run.start) if packed else run.start - self._first
             run.grad = None if run.start in touched else gradient[start : start + len(run)]
 
     def _show(self, gradient: Tensor, touched: tuple[Tensor, ...]) -> None:
@@ -240,18 +314,51 @@ class Learner:
         for part in self._rows:
             part.drop()
 
-    def state(self) -> dict[str, Any]:
-        return copy.deepcopy(
-            {
-                "optimizer": self.optimizer.state_dict(),
-                "scheduler": self.scheduler.state_dict() if self.scheduler is not None else {},
-            }
-        )
+    def observe(self, metrics: dict[str, float]) -> None:
+        if self.plateau is None:
+            return
+        if not metrics:
+            raise self._error(
+                "ReduceLROnPlateau follows what evaluate() finds, and that has no metrics", "return one, such as error"
+            )
+        self.plateau.step(metrics[metric_of(metrics)])
+
+    def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        if not self._has_stepped:
+            return {}
+        optimizer = self.optimizer.state_dict()
+        if self._parts is not None and (others := list(others)):
+            apart = [other.get("optimizer", {"state": {}}) for other in others]  # one that has never stepped has none
+            optimizer = self._parts.joined([optimizer, *apart])
+        state = {"kind": type(self.optimizer).__name__, "optimizer": optimizer}
+        # an optimizer of the user's own may hold anything: training is worth more than its state
+        return copy.deepcopy(state) if can_be_kept(state) else {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        own = type(self.optimizer).__name__
+        if "optimizer" not in state or state.get("kind", own) != own:
+            return
+        optimizer = state["optimizer"] if self._parts is None else self._parts.cut(state["optimizer"])
+        if not self._fits(optimizer):
+            return
+        # rates are the task's: where the run is in its schedule follows from its position and its evaluations
+        groups = self.optimizer.state_dict()["param_groups"]
+        kept = copy.deepcopy(optimizer["state"])  # the same may be given to several, and may be lent
+        self.optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        self._has_stepped = True
+
+    def _fits(self, state: dict[str, Any]) -> bool:
+        """Whether it is the state of an optimizer over the same parameters."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        if [group["params"] for group in state["param_groups"]] != [group["params"] for group in groups]:
+            return False
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return all(
+            value.dim() == 0 or not self.flat or value.shape == parameters[number].shape
+            for number, kept in state["state"].items()
+            for value in kept.values()
+            if isinstance(value, Tensor)
+        )
 
     def _error(self, what: str, remedy: str, kind: type[TaskError] = TaskError) -> TaskError:
         return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
@@ -268,15 +375,22 @@ class SyntheticLearner:
         seed: int,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
+        part: tuple[int, int] | None = None,
     ) -> None:
         self.task = task
         values = torch.ones(task.parameters)
         self.weights = values if shared is None else shared.vector(values)
         self.parameter_count = task.parameters
+        place, count = part or (0, 1)
+        self._own = self.weights[shards(task.parameters, count)[place]]
         self.load_seconds = 0.0
+        self.skipped = 0
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
         self._empty = empty
         self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
+
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        """Every mini-batch is the same bowl."""
 
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         if fresh:
@@ -285,17 +399,51 @@ class SyntheticLearner:
         given = self._gradient[:0] if wanted == "step" else self._gradient
         return Taken(given, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size)
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
-        self.weights.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
+    def step(
+        self,
+        gradient: Tensor | None,
+        rate: float,
+        touched: tuple[Tensor, ...] = (),
+        position: int | None = None,
+        staleness: float = 0.0,
+    ) -> None:
+        self._own.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
 
     def load_gradient(self, gradient: Tensor) -> None:
         self._gradient.copy_(gradient)
 
-    def state(self) -> dict[str, Any]:
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Its rate never changes."""
+
+    def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Plain gradient descent has no state."""
+
+
+@contextmanager
+def _changed(optimizer: torch.optim.Optimizer, rate: float, staleness: float) -> Iterator[None]:
+    """The optimizer with `rate` times its learning rate, and such a momentum as suits stale gradients, for one step.
+
+    A velocity decays as if the updates that a gradient has missed were steps of its own: staleness acts as momentum
+    itself (Mitliagkas et al., "Asynchrony begets momentum"), and both together make training diverge. What a rate that
+    was chosen with momentum can bear falls too, with the root of it. Without momentum a rate is left alone.
+    """
+    names: tuple[str, ...] = ("lr", "momentum")
+    usual = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        change = rate
+        if group.get("momentum"):
+            group["momentum"] = group["momentum"] ** (1 + staleness)
+            change /= math.sqrt(1 + staleness)
+        if change != 1.0:
+            group["lr"] = group["lr"] * change
+    try:
+        yield
+    finally:
+        for group, own in zip(optimizer.param_groups, usual, strict=True):
+            group.update(own)
 
 
 def build_model(task: Task, seed: int) -> nn.Module:
@@ -308,6 +456,28 @@ def build_model(task: Task, seed: int) -> nn.Module:
             f"model() of task {type(task).__name__} returned {type(model).__name__}: return a torch.nn.Module"
         )
     return model
+
+
+def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
+    """The task's metrics of a model, taken in evaluation mode and without gradients; its modes are restored."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            metrics = task.evaluate(model)
+    except Exception as error:
+        raise TaskError(f"evaluate() failed: {describe_error(task, error)}") from error
+    finally:
+        for part, training in modes:
+            part.training = training
+    if not isinstance(metrics, dict):
+        raise TaskError(f"evaluate() of task {type(task).__name__} returned {metrics!r}: return a dict of numbers")
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"evaluate() of task {type(task).__name__} returned {metrics!r}: values must be numbers"
+        ) from None
 
 
 def flatten(
@@ -355,6 +525,78 @@ class _FlatRun(nn.Parameter):
         run = _FlatRun(vector.weights[start:stop])
         run.start = start
         return run
+
+
+class Parts:
+    """An optimizer that was made for the whole vector and steps one of its parts, and the states of such optimizers.
+
+    Runs are cut where a part ends, which is no matter to an optimizer that treats every element alike. So the states of
+    all parts make one of the whole, from which a run with any number of hubs can go on.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameter_count: int, index: int, count: int) -> None:
+        self._parts = shards(parameter_count, count)
+        self.own = self._parts[index]
+        self._groups = [
+            [(run.start, run.start + len(run)) for run in group["params"]] for group in optimizer.param_groups
+        ]
+
+    def keep(self, optimizer: torch.optim.Optimizer, vector: Vector) -> list[_FlatRun]:
+        """Leave the optimizer its own part."""
+        for group, runs in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = [
+                _FlatRun.of(vector, *piece) for run in runs if (piece := _overlap(run, self.own)) is not None
+            ]
+        return [run for group in optimizer.param_groups for run in group["params"]]
+
+    def joined(self, states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state of an optimizer of the whole vector, of those of all parts."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for part, state in zip(self._parts, states, strict=True):
+            for piece, number in enumerate(self._numbers(part)):
+                found.setdefault(number, []).append(state["state"].get(piece, {}))
+        whole = {
+            number: {
+                name: torch.cat([piece[name] for piece in pieces])
+                if isinstance(value, Tensor) and value.ndim
+                else value
+                for name, value in pieces[0].items()
+            }
+            for number, pieces in found.items()
+            if all(pieces)  # a hub that has never stepped has none
+        }
+        return {"state": whole, "param_groups": self._numbered(states[0], [len(runs) for runs in self._groups])}
+
+    def cut(self, state: dict[str, Any]) -> dict[str, Any]:
+        """What an optimizer of this part needs of the state of one of the whole vector."""
+        runs = [run for group in self._groups for run in group]
+        own: dict[int, dict[str, Any]] = {}
+        for piece, number in enumerate(self._numbers(self.own)):
+            start, stop = _overlap(runs[number], self.own) or (0, 0)
+            within = slice(start - runs[number][0], stop - runs[number][0])
+            own[piece] = {  # copies, since other hubs may be given the same state
+                name: (value[within] if value.ndim else value).clone() if isinstance(value, Tensor) else value
+                for name, value in state["state"].get(number, {}).items()
+            }
+        counts = [sum(_overlap(run, self.own) is not None for run in runs) for runs in self._groups]
+        return {"state": {k: v for k, v in own.items() if v}, "param_groups": self._numbered(state, counts)}
+
+    def _numbers(self, part: slice) -> list[int]:
+        """Of the runs of the whole vector, those that have something of a part."""
+        runs = [run for group in self._groups for run in group]
+        return [number for number, run in enumerate(runs) if _overlap(run, part) is not None]
+
+    @staticmethod
+    def _numbered(state: dict[str, Any], counts: list[int]) -> list[dict[str, Any]]:
+        """The settings of a state's groups, which shall have so many runs each."""
+        numbers = iter(range(sum(counts)))
+        groups = zip(state["param_groups"], counts, strict=True)
+        return [{**group, "params": list(itertools.islice(numbers, count))} for group, count in groups]
+
+
+def _overlap(run: tuple[int, int], part: slice) -> tuple[int, int] | None:
+    start, stop = max(run[0], part.start), min(run[1], part.stop)
+    return (start, stop) if start < stop else None
 
 
 def _to(batch: Any, device: torch.device) -> Any:

@@ -46,6 +46,13 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """What nodes say to each other. Subclasses name their fields; tensors travel as raw frames."""
 
 
+class ReplicaState(Message, frozen=True):
+    """What `Replica.state` gives, as it travels: its plain values, and the tensors that they refer to."""
+
+    values: Any
+    tensors: list[Tensor]
+
+
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
@@ -141,18 +148,32 @@ Wanted = Literal["step", "flat", "rows"]
 
 
 class Compute(Effect, frozen=True):
-    """Take the gradient of the next mini-batch at the weights as they are now."""
+    """Take the gradient of a mini-batch at the weights as they are now.
+
+    `batch` is its number in the run's sequence of mini-batches; `upcoming` are those that this node is likely to take
+    next, so that they can be loaded ahead. `position` is how far the run is, in mini-batches: a step with this gradient
+    has the learning rate that the schedule gives there.
+    """
 
     wanted: Wanted = "step"
     fresh: bool = False
+    batch: int = 0
+    upcoming: tuple[int, ...] = ()
+    position: int = 0
 
 
 class Step(Effect, frozen=True):
-    """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once."""
+    """One optimizer step, with the given gradient or the node's own; `rate` scales the learning rate this once.
+
+    `position` is how far the run is, in mini-batches, for the schedule; without it, the position of the last `Compute`.
+    `staleness`: where the optimizer has momentum, it is lessened this once by the updates that the gradient has missed.
+    """
 
     gradient: Tensor | None = None
     rate: float = 1.0
     touched: tuple[Tensor, ...] = ()
+    position: int | None = None
+    staleness: float = 0.0
 
 
 class Install(Effect, frozen=True):
@@ -191,14 +212,18 @@ class Reduce(Effect, frozen=True):
     """Take part in the weighted sum `tag` over `members`. The root, `members[0]`, opens it and contributes nothing.
 
     The last word of a tag numbers the reduction; the words before it are the stream of the broadcasts that answer it,
-    such as "shard 2" in "shard 2 7". What compression loses of one sum is added to the next of the same stream.
+    such as "shard 2" in "shard 2 7". Reductions of one stream follow each other, with growing numbers. What compression
+    loses of one sum is added to the next of the same stream.
+
+    A root that does not want to wait any longer performs it again with itself as the only member: the reduction closes
+    with what has come.
     """
 
     tag: str
     members: tuple[str, ...]
     values: Tensor | None = None
     weight: float = 0.0
-    #: how many steps are in the values, for the root to know
+    #: steps that the member tells the root
     steps: int = 0
 
 
@@ -249,6 +274,8 @@ class Checkpoint(Effect, frozen=True):
     samples: int
     state: dict[str, Any] = {}
     final: bool = False
+    #: the states of other nodes that step parts of the vector, in the order of the parts
+    parts: tuple[ReplicaState, ...] = ()
 
 
 class Fail(Effect, frozen=True):
@@ -288,6 +315,15 @@ def snapshot(start: int = 0, stop: int | None = None, *, loose: bool = False, le
     return cast(Tensor, Snapshot(start, stop, loose, less))
 
 
+class StateSnapshot(msgspec.Struct, frozen=True):
+    """A copy of the state of the node's optimizer, yet to be taken."""
+
+
+def replica_state() -> ReplicaState:
+    """Stands for the state of the node's optimizer at the moment the effect that holds it is performed."""
+    return cast(ReplicaState, StateSnapshot())
+
+
 # ---- machines and where they sit ------------------------------------------------------------------------------------
 
 
@@ -315,14 +351,30 @@ class Node:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How far a run goes. Steps are gradients per worker; `first_*` are where an earlier run left off."""
+    """How far a run goes, and where an earlier part of it left off.
+
+    A run's position is counted in mini-batches, and a step of the run is as many of them as it had workers when it
+    began. The goal is a number of mini-batches, or, without one, of steps that each worker makes.
+    """
 
     steps: int
     evaluate_every: int
     batch_size: int = 1
     checkpoint_seconds: float = 30.0
+    #: mini-batches in all; None if the goal is `steps` of each worker
+    goal: int | None = None
+    #: mini-batches in a step of the run; None: as many as there are workers
+    step_batches: int | None = None
     first_step: int = 0
-    first_samples: int = 0
+    #: the mini-batches that count already: pairs of the first and the one after the last
+    counted: tuple[tuple[int, int], ...] = ()
+    #: each worker has data of its own, so nobody can train on another's mini-batches
+    data_bound: bool = False
+
+    @property
+    def first_samples(self) -> int:
+        """The samples that count already."""
+        return sum(stop - start for start, stop in self.counted) * self.batch_size
 
 
 @dataclass(frozen=True)
@@ -372,12 +424,25 @@ class Replica(Protocol):
     parameter_count: int
     #: how long `compute` has waited for data so far
     load_seconds: float
+    #: how many gradients were not finite, and are zero therefore
+    skipped: int
+
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        """Say which mini-batch the next `compute` takes, which ones follow, and how far the run is."""
+        ...
 
     def compute(self, wanted: Wanted, fresh: bool) -> Taken:
         """Take the gradient of the next mini-batch."""
         ...
 
-    def step(self, gradient: Tensor | None, rate: float, touched: tuple[Tensor, ...] = ()) -> None:
+    def step(
+        self,
+        gradient: Tensor | None,
+        rate: float,
+        touched: tuple[Tensor, ...] = (),
+        position: int | None = None,
+        staleness: float = 0.0,
+    ) -> None:
         """One optimizer step."""
         ...
 
@@ -385,12 +450,20 @@ class Replica(Protocol):
         """Take a gradient as if it had just been computed."""
         ...
 
-    def state(self) -> dict[str, Any]:
-        """A copy of the optimizer's state: nested dictionaries and lists of tensors and plain values."""
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Take in what an evaluation of the joint model has found, for a learning rate that depends on it."""
+        ...
+
+    def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        """A copy of the optimizer's state: nested dictionaries and lists of tensors and plain values.
+
+        Empty if the optimizer has never stepped. Where it steps only the first part of the vector: with the states of
+        the `others`, that of the whole.
+        """
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take up the optimizer where `state` left it."""
+        """Take up the optimizer where `state`, one of the whole vector, left it, if it is of the same kind."""
         ...
 
 
@@ -402,8 +475,8 @@ def stream_of(tag: str) -> str:
 def change(replica: Replica, effect: Effect) -> bool:
     """Perform an effect that changes the node's own vector; whether it was one."""
     match effect:
-        case Step(gradient=gradient, rate=rate, touched=touched):
-            replica.step(gradient, rate, touched)
+        case Step(gradient=gradient, rate=rate, touched=touched, position=position, staleness=staleness):
+            replica.step(gradient, rate, touched, position, staleness)
         case Install(values=values, start=start):
             replica.weights[start : start + len(values)].copy_(values)
         case Add(values=values, rate=rate, start=start):

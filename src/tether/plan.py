@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass, field
+import zlib
+from dataclasses import dataclass, field, replace
 from typing import IO, Any, ClassVar
 
 import torch
@@ -13,12 +14,22 @@ import torch
 from tether.errors import UsageError
 from tether.learner import Learner, SyntheticLearner
 from tether.machine import Machine, Message, Node, Replica, Schedule, Seat
-from tether.protocols import Options
+from tether.protocols import DEALING, Options
 from tether.record import EventLog
 from tether.rundir import Restored, RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
-from tether.task import Batches, Prefetched, SyntheticTask, Task, check_is_task, check_task
+from tether.task import (
+    Batches,
+    Length,
+    Prefetched,
+    SyntheticTask,
+    Task,
+    check_batch,
+    check_is_task,
+    check_task,
+    metric_of,
+)
 from tether.vector import Empty, Shared
 
 #: a run that only has a target or a time ends after so many epochs
@@ -59,11 +70,6 @@ class Until:
 FALLING, RISING = ("error", "loss"), ("accuracy",)
 
 
-def metric_of(metrics: dict[str, float]) -> str:
-    """The metric that says which model is better: validation_error, or else the error, or else the task's first."""
-    return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
-
-
 def worth(metrics: dict[str, float]) -> float:
     """How good a model with these metrics is; more is better."""
     metric = metric_of(metrics)
@@ -86,12 +92,13 @@ class Patience:
         self._best = -math.inf
         self._waited = 0
 
-    def ends(self, metrics: dict[str, float]) -> bool:
-        """Whether the metrics of the next evaluation end the run."""
+    def ends(self, metrics: dict[str, float], *, late: bool = False) -> bool:
+        """Whether the metrics of the next evaluation end the run; `late`: it is of an older model than the last was."""
         value = worth(metrics)
-        self._waited = 0 if value > self._best else self._waited + 1
+        if not late:
+            self._waited = 0 if value > self._best else self._waited + 1
         self._best = max(self._best, value)
-        return self._waited >= self.evaluations
+        return not late and self._waited >= self.evaluations
 
     def __str__(self) -> str:
         return f"no better for {self.evaluations} evaluation{'s' if self.evaluations > 1 else ''}"
@@ -140,24 +147,36 @@ class Request:
 
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         batch_size = task.batch_size
-        steps_per_epoch = samples / (workers * batch_size)
+        kept = restored.state if restored is not None else {}
+        # a step of the run stays what it was when it began, also with another number of workers
+        step_batches = kept.get("step_batches", workers)
+        steps_per_epoch = samples / (step_batches * batch_size)
         usual = task.epochs if self.until is None and self.seconds is None and self.patience is None else EPOCHS_MAX
-        epochs = self.epochs if self.epochs is not None else usual
+        goal, steps = None, self.steps
+        if steps is None:
+            goal = max(1, math.ceil((self.epochs if self.epochs is not None else usual) * samples / batch_size))
+            steps = math.ceil(goal / step_batches)
+        counted: tuple[tuple[int, int], ...] = ()
         first_step = 0
-        steps = self.steps if self.steps is not None else math.ceil(epochs * steps_per_epoch)
         if restored is not None:
-            # with another number of workers, what is left of the samples is shared anew
-            done = restored.samples / (workers * batch_size) if self.steps is None else restored.step
-            first_step = math.floor(done)
-            if first_step >= steps:
+            counted = tuple((start, stop) for start, stop in kept.get("counted", [[0, restored.samples // batch_size]]))
+            done = sum(stop - start for start, stop in counted)
+            if done * batch_size != restored.samples:  # the task has another mini-batch now
+                done = restored.samples // batch_size
+                counted = ((0, done),)
+            first_step = restored.step if goal is None else done // step_batches
+            if (first_step >= steps) if goal is None else (done >= goal):
                 raise UsageError(f"the run has made its {steps} steps: give more epochs or steps to go further")
         return Schedule(
             steps=max(1, steps),
             evaluate_every=max(1, round(self.evaluate_every * steps_per_epoch)),
             batch_size=batch_size,
             checkpoint_seconds=self.checkpoint_seconds,
+            goal=goal,
+            step_batches=step_batches,
             first_step=first_step,
-            first_samples=restored.samples if restored else 0,
+            counted=counted,
+            data_bound=task.source is not None,
         )
 
 
@@ -170,6 +189,8 @@ class RunPlan:
     nodes: tuple[Node, ...]
     schedule: Schedule
     seed: int
+    #: of training, in an epoch
+    samples: int
     vector_bytes: int
     record: bool
     traced: bool
@@ -207,6 +228,7 @@ class RunPlan:
             nodes=protocol.nodes(on.workers),
             schedule=request.schedule(task, samples, on.workers, restored),
             seed=request.seed,
+            samples=samples,
             vector_bytes=0,
             record=request.record,
             traced=request.trace,
@@ -215,7 +237,10 @@ class RunPlan:
             seconds=request.seconds,
             patience=request.patience if request.has_goal else task.patience,
             restored=restored,
-            notes=(f"chosen: {protocol}",) if protocol != asked else (),
+            notes=(
+                *(restored.notes if restored is not None else ()),
+                *((f"chosen: {protocol}",) if protocol != asked else ()),
+            ),
             _data=data,
         )
         if plan.shares and plan.record:
@@ -229,6 +254,11 @@ class RunPlan:
             raise UsageError(
                 f"{type(replica.optimizer).__name__} cannot run on a flat vector, which protocol {protocol.name!r} "
                 "needs at its hub: use protocol 'averaging' or 'single', or an optimizer such as torch.optim.SGD"
+            )
+        if plan.record and isinstance(replica, Learner) and replica.plateau is not None:
+            raise UsageError(
+                "a run with ReduceLROnPlateau cannot be recorded, since a record does not hold evaluations: record it "
+                "with another schedule, or with none"
             )
         plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
         return plan
@@ -246,8 +276,12 @@ class RunPlan:
         return self.protocol.joint
 
     @property
+    def vital(self) -> frozenset[str]:
+        return self.protocol.vital
+
+    @property
     def messages(self) -> tuple[type[Message], ...]:
-        return self.protocol.messages
+        return (*self.protocol.messages, *DEALING)
 
     @property
     def pool_threads(self) -> int:
@@ -262,6 +296,12 @@ class RunPlan:
         return self.schedule.steps - self.schedule.first_step
 
     @property
+    def length(self) -> Length:
+        """For the task's learning-rate schedule."""
+        workers = self.schedule.step_batches or self.workers
+        return Length(self.schedule.steps, self.samples / (workers * self.schedule.batch_size), workers)
+
+    @property
     def workers(self) -> int:
         return sum(node.computes for node in self.nodes)
 
@@ -273,12 +313,23 @@ class RunPlan:
         device: torch.device | None = None,
     ) -> tuple[Machine, Replica]:
         replica: Replica
+        part = self.protocol.part_of(node)
         if isinstance(self.task, SyntheticTask):
-            replica = SyntheticLearner(self.task, index=node.index, seed=self.seed, empty=empty, shared=shared)
+            replica = SyntheticLearner(
+                self.task, index=node.index, seed=self.random_seed, empty=empty, shared=shared, part=part
+            )
         else:
             batches = self._batches(node)
             replica = Learner(
-                self.task, batches, node=node.name, seed=self.seed, empty=empty, shared=shared, device=device
+                self.task,
+                batches,
+                node=node.name,
+                seed=self.seed,
+                length=self.length,
+                empty=empty,
+                shared=shared,
+                device=device,
+                part=part,
             )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):
@@ -288,8 +339,6 @@ class RunPlan:
                     "the task's model has changed since"
                 )
             replica.weights.copy_(restored.weights)
-            if self.joint in ("", node.name):
-                replica.restore(restored.replica_state)
         seat = Seat(
             node,
             self.nodes,
@@ -302,6 +351,28 @@ class RunPlan:
         return self.protocol.machine(seat), replica
 
     @property
+    def random_seed(self) -> int:
+        first = self.schedule.first_samples
+        return zlib.crc32(f"{self.seed} from {first}".encode()) if first else self.seed
+
+    def state_of(self, node: Node) -> dict[str, Any]:
+        """Its own, or else a peer's, or, where others stepped before, theirs; random generators are its own or anew."""
+        if self.restored is None:
+            return {}
+        workers, hub = self.restored.workers, self.restored.replica_state
+        own = workers.get(node.index, {}) if node.computes else {}
+        told = [state for _, state in sorted(workers.items()) if "optimizer" in state]
+        if node.computes and self.protocol.steps_at_workers:
+            others = told[node.index % len(told)] if told else hub
+            taken = own if "optimizer" in own else others
+        elif node.name in self.vital and self.protocol.steps_at_hub:
+            taken = hub or next(iter(told), {})
+        else:
+            taken = {}
+        random = {"random": own["random"]} if "random" in own else {}
+        return {**{name: value for name, value in taken.items() if name != "random"}, **random}
+
+    @property
     def source(self) -> Any:
         return self.task.source
 
@@ -311,14 +382,14 @@ class RunPlan:
     def _batches(self, node: Node) -> Any:
         if not node.computes:
             return iter(())
-        first = self.schedule.first_samples
         if self._part is not None:
+            check_batch(self.task, len(self._part))
             seed = self.seed * 1_000_003 + node.index
-            batches = Batches(self.task, self._part, seed=seed, first=first // self.workers)
+            batches = Batches(self.task, self._part, seed=seed, shared_by=self.workers)
         else:
             if self._data is None:
                 self._data = self.task.train_data()
-            batches = Batches(self.task, self._data, seed=self.seed, index=node.index, count=self.workers, first=first)
+            batches = Batches(self.task, self._data, seed=self.seed)
         return batches if batches.in_memory or self.virtual else Prefetched(batches)
 
     def log(self, name: str) -> IO[bytes] | None:
@@ -330,4 +401,6 @@ class RunPlan:
         return EventLog(self.directory.below("record", f"{node.name}.events"), replica)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_data": None}
+        """Without what each node is given by itself, since all states would go to all processes."""
+        restored = replace(self.restored, replica_state={}, workers={}) if self.restored is not None else None
+        return {**self.__dict__, "_data": None, "restored": restored}

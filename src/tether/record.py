@@ -19,6 +19,7 @@ from torch import Tensor
 from tether.errors import InvariantBroken, RunError, UsageError, WireError
 from tether.machine import (
     Broadcasted,
+    Compute,
     Effect,
     Event,
     GradientReady,
@@ -100,6 +101,8 @@ def replay(path: Path, messages: tuple[type[Message], ...], machine: Machine, re
         if effects_digest(effects) != digest:
             raise RunError(f"{place}, had other effects")
         for effect in effects:
+            if isinstance(effect, Compute):
+                replica.seek(effect.batch, (), effect.position)
             change(replica, effect)
     return position
 

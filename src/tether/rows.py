@@ -96,7 +96,7 @@ class Rows:
             place.index_fill_(0, laid, 0.0)
         place.index_copy_(0, self.touched, self.values)
 
-    def step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], run: Tensor, rate: float) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], run: Tensor) -> None:
         """What the optimizer would do to the touched rows."""
         assert self.touched is not None and self.values is not None
         rows, change = self.touched, self.values
@@ -118,7 +118,7 @@ class Rows:
             kept = self._of(state["momentum_buffer"])
             change = kept.index_select(0, rows).mul_(group["momentum"]).add_(change)
             kept.index_copy_(0, rows, change)
-        self._of(self._vector.weights).index_add_(0, rows, change, alpha=-float(group["lr"]) * rate)
+        self._of(self._vector.weights).index_add_(0, rows, change, alpha=-float(group["lr"]))
 
     def _of(self, values: Tensor) -> Tensor:
         """The embedding's part of the vector, or the whole of a tensor that is as long as that, as rows."""

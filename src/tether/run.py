@@ -22,8 +22,8 @@ from tether.director import Director, finite
 from tether.errors import NodesLost, RunError, UsageError
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
-from tether.protocols import Averaging, Options
-from tether.protocols import known as known_protocols
+from tether.protocols import Options
+from tether.protocols import make as make_protocol
 from tether.record import replay
 from tether.rundir import Evaluated, Restored, RunDirectory
 from tether.runtimes.base import Outcome, Runtime
@@ -31,7 +31,7 @@ from tether.runtimes.hadoop import HadoopStorage, is_url
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim
 from tether.runtimes.spark import Spark
-from tether.task import Task
+from tether.task import Task, check_is_task
 from tether.tasks import load as load_task
 from tether.trace import relative_error, write_chrome_trace
 from tether.vector import digest
@@ -77,7 +77,7 @@ def run(
 ) -> Result:
     """Train a task.
 
-    protocol: how the workers agree, `tether.Averaging()` unless given.
+    protocol: how the workers agree; the task's own unless given, which is `tether.Averaging()` for most.
     on: where they run, `tether.Local(workers=2)` unless given.
     epochs, steps: how long: passes over the data by all workers together, or optimizer steps per worker; the task's
         own number of epochs unless given.
@@ -87,7 +87,8 @@ def run(
         has not got better for so many evaluations; alone it allows at most 100 epochs. The model is then the best seen,
         of equals the last, and not that of the end, unless `until` has ended the run.
     warmup, warmup_epochs: begin with so many epochs of another protocol, such as tether.Server(sync="hard").
-    evaluate_every: epochs between two evaluations of the joint model.
+    evaluate_every: epochs between two evaluations of the joint model. Those that fall behind are made after training,
+        as far as their models fit into 512 MiB.
     checkpoint_seconds: time between two checkpoints.
     checkpoints: keep them at this URL of any file system that Hadoop knows, such as hdfs://HOST/PATH, instead of in the
         run directory; `resume` takes the URL on any machine.
@@ -97,7 +98,8 @@ def run(
     stop: asked all the time; the run ends, in good order, with the reason that it returns.
     task_spec: how the command line finds the task again.
     """
-    protocol = protocol if protocol is not None else Averaging()
+    check_is_task(task)
+    protocol = protocol if protocol is not None else make_protocol(task.protocol)
     for options in filter(None, (protocol, warmup)):
         if not isinstance(options, Options):
             raise UsageError(f"protocol must be options such as tether.Averaging(), not {options!r}")
@@ -243,7 +245,7 @@ def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> t
         if spec.get("spec") is None:
             raise UsageError(f"the task {spec['name']!r} was not named on a command line: give it as resume(run, task)")
         task = load_task(spec["spec"], data=Path(spec["data"]) if spec["data"] else None, settings=spec["settings"])
-    protocol = _protocol(config["protocol"])
+    protocol = make_protocol(config["protocol"])
     described = dict(config["runtime"])
     kinds: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
     on = kinds[described.pop("name")](workers=workers if workers is not None else config["workers"], **described)
@@ -252,11 +254,6 @@ def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> t
 
 def _described(protocol: Options) -> dict[str, Any]:
     return {"name": protocol.name, **asdict(protocol)}
-
-
-def _protocol(described: dict[str, Any]) -> Options:
-    """The inverse of `_described`."""
-    return known_protocols()[described["name"]](**{k: v for k, v in described.items() if k != "name"})
 
 
 def _phases(
@@ -270,7 +267,7 @@ def _phases(
     def warm(restored: Restored | None) -> RunPlan:
         assert request.warmup is not None
         goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None, seconds=None, patience=None)
-        return RunPlan.make(task, _protocol(request.warmup), on, goal, restored)
+        return RunPlan.make(task, make_protocol(request.warmup), on, goal, restored)
 
     if request.warmup is None:
         first = main(restored)
@@ -279,7 +276,7 @@ def _phases(
     if restored is None:
         main(None)
         return [lambda later: warm(later) if later else warming, main]
-    if restored.samples < schedule.steps * on.workers * schedule.batch_size:
+    if restored.samples < (schedule.goal or 0) * schedule.batch_size:
         return [lambda later: warm(later or restored), main]
     return [lambda later: main(later or restored)]
 
@@ -329,8 +326,9 @@ def _execute(
             director = Director(plan, directory, progress, beside=not on.virtual, stop=stop)
             try:
                 with director:
+                    director.begin(request)
                     outcome = on.execute(plan, director)
-                    model = director.finish(outcome)
+                    model = director.finish(outcome, last=len(waiting) == 1)
                 waiting.popleft()
             except NodesLost as error:
                 if not restarts:
@@ -377,6 +375,8 @@ def _result(
         "samples_per_second": (director.samples - plan.schedule.first_samples) / max(outcome.seconds, 1e-9),
         "wall_seconds": wall_seconds,
         "metrics": model.metrics,
+        "untrained_metrics": director.untrained,
+        "warning": director.warning,
         "model_step": model.step,
         "digest": digest(model.weights),
         "bytes_sent": sum(meter.bytes_sent for meter in meters.values()),
@@ -391,6 +391,7 @@ def _result(
             "max": max(staleness, default=0),
             "histogram": {str(k): n for k, n in sorted(staleness.items())},
         },
+        "gradients_skipped": sum(meter.gradients_skipped for meter in meters.values()),
         "events": outcome.events,
         "reason": outcome.reason,
         "run": str(director.directory.path),

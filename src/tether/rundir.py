@@ -1,9 +1,10 @@
 """The run directory: configuration, metrics, trace, checkpoints and logs of one run.
 
 run.json              what was run and how it ended
-metrics.jsonl         one JSON object a line: progress, evaluation, record
+metrics.jsonl         one JSON object a line: untrained, progress, evaluation, record, note, resumed
 trace.json            spans for Perfetto or chrome://tracing
-checkpoints/at-N/     after N samples: state.json and tensors.safetensors; complete or not there at all
+checkpoints/at-N/     after N samples: state.json, tensors.safetensors and, with what each worker has of its own,
+                      workers.safetensors; complete or not there at all
 best.safetensors      the best weights seen by a run with patience, and of which step they are
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, when the run was recorded
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import os
 import re
 import shutil
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
@@ -29,10 +31,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tether.errors import UsageError
+from tether.errors import Diverged, UsageError
+from tether.vector import is_finite
 from tether.wire import pack_tree, unpack_tree
 
 CHECKPOINTS_KEPT = 2
+#: what reading a damaged checkpoint may raise
+UNREADABLE = (OSError, ValueError, TypeError, LookupError, SafetensorError)
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,12 @@ class Restored:
     replica_state: dict[str, Any]
     #: whose state it is
     protocol: str = ""
+    #: what each worker had of its own, by its index: its optimizer's state and that of its random generators
+    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    #: what evaluations had found by then, by the samples that the model had seen
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
+    #: why it is not the newest, if it is not
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class RunDirectory:
         self.path = path
         #: where the checkpoints are, if not here
         self.storage = storage
+        #: the newest checkpoint that has states of workers; later ones refer to it
+        self._workers_in = ""
 
     @staticmethod
     def create(path: Path | None, name: str, storage: Storage | None = None) -> RunDirectory:
@@ -148,6 +161,31 @@ class RunDirectory:
                 latest = max(latest, json.loads(line).get("time") or 0.0)
         return latest
 
+    def evaluations(self, restored: Restored) -> dict[int, dict[str, float]]:
+        """What evaluations have found on the way to the model of a checkpoint, by the samples that each had seen.
+
+        The metrics know of those that were not done when it was saved, and the checkpoint of those on another machine.
+        """
+        found = dict(restored.evaluations)
+        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+        for line in lines:
+            with suppress(ValueError):  # the last line of a killed run may be cut off
+                match json.loads(line):
+                    case {"kind": "evaluation", "samples": samples, "metrics": metrics}:
+                        found[samples] = {k: math.nan if v is None else v for k, v in metrics.items()}
+                    case {"kind": "resumed", "samples": samples}:  # whatever was found after that is of a lost part
+                        found = {at: metrics for at, metrics in found.items() if at <= samples}
+        return {at: found[at] for at in sorted(found) if at <= restored.samples}
+
+    def untrained(self) -> dict[str, float] | None:
+        """The metrics of the model before training, if they are known."""
+        with suppress(FileNotFoundError), self.metrics.open() as lines:
+            for line in lines:
+                with suppress(ValueError):  # cut off
+                    if '"untrained"' in line and (row := json.loads(line))["kind"] == "untrained":
+                        return {name: math.nan if value is None else value for name, value in row["metrics"].items()}
+        return None
+
     @property
     def trace(self) -> Path:
         return self.path / "trace.json"
@@ -177,8 +215,18 @@ class RunDirectory:
         state: dict[str, Any],
         replica_state: dict[str, Any],
         protocol: str = "",
+        workers: dict[int, dict[str, Any]] | None = None,
+        evaluations: dict[int, dict[str, float]] | None = None,
+        parameters: int | None = None,
     ) -> Path:
-        """Write a checkpoint beside the others and only then give it its name."""
+        """Write a checkpoint beside the others and only then give it its name.
+
+        Without states of `workers` it refers to the newest that has some: what they were then is better than nothing.
+        The first `parameters` of the weights must be finite, or else all: nothing could be made of others. What is
+        behind them are buffers, which may hold what they like.
+        """
+        if not is_finite(weights[:parameters]):
+            raise not_finite(step)
         folder = self.path / "checkpoints"
         folder.mkdir(exist_ok=True)
         # samples only grow, also when the number of workers changes; the number tells two at the same place apart
@@ -192,11 +240,19 @@ class RunDirectory:
             "step": step,
             "samples": samples,
             "protocol": protocol,
+            "parameters": parameters,
             "state": pack_tree(state, tensors),
             "replica_state": pack_tree(replica_state, tensors),
+            "evaluations": pack_tree(evaluations or {}, tensors),
         }
-        save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, partial / "tensors.safetensors")
-        _sync(partial / "tensors.safetensors")
+        workers_in = self._workers_in
+        if workers is not None:
+            workers_in = final.name
+            kept: list[Tensor] = []
+            tree["workers"] = pack_tree(workers, kept)
+            _save_tensors(kept, partial / "workers.safetensors")
+        tree["workers_in"] = workers_in
+        _save_tensors(tensors, partial / "tensors.safetensors")
         _write_atomically(partial / "state.json", json.dumps(tree).encode())
         if self.storage is None:
             partial.rename(final)
@@ -204,7 +260,10 @@ class RunDirectory:
         else:
             self.storage.put(partial, f"checkpoints/{final.name}")
             shutil.rmtree(partial)
+        self._workers_in = workers_in
         for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
+            if old == self._workers_in:
+                continue
             if self.storage is None:
                 shutil.rmtree(folder / old, ignore_errors=True)
             else:
@@ -212,31 +271,55 @@ class RunDirectory:
         return final
 
     def load_checkpoint(self) -> Restored | None:
-        """The newest checkpoint that is readable, if there is one."""
+        """The newest checkpoint that is readable and whose weights are finite, if there is one."""
         with TemporaryDirectory(prefix="tether-") as fetched:
             return self._newest_readable(Path(fetched))
 
     def _newest_readable(self, fetched: Path) -> Restored | None:
+        notes: list[str] = []
         for name in reversed(self._checkpoints()):
             try:
-                path = self.path / "checkpoints" / name
-                if self.storage is not None:
-                    path = fetched / name
-                    self.storage.get(f"checkpoints/{name}", path)
+                path = self._at_hand(name, fetched)
                 tree = json.loads((path / "state.json").read_bytes())
-                found = load_file(path / "tensors.safetensors")
-                tensors = [found[str(i)] for i in range(len(found))]
-                return Restored(
+                tensors = _load_tensors(path / "tensors.safetensors")
+                restored = Restored(
                     tree["step"],
                     tree["samples"],
                     tensors[0],
                     unpack_tree(tree["state"], tensors),
                     unpack_tree(tree["replica_state"], tensors),
                     tree["protocol"],
+                    self._load_workers(tree.get("workers_in", ""), fetched),
+                    unpack_tree(tree.get("evaluations", {}), tensors),
+                    tuple(notes),
                 )
-            except (OSError, ValueError, TypeError, LookupError, SafetensorError):
+            except UNREADABLE:
                 continue
+            if is_finite(restored.weights[: tree.get("parameters")]):
+                return restored
+            notes.append(f"checkpoint {path.name} holds weights that are not finite: it is not used")
         return None
+
+    def _at_hand(self, name: str, fetched: Path) -> Path:
+        """The folder of a checkpoint; if it is elsewhere, a copy of it."""
+        if self.storage is None:
+            return self.path / "checkpoints" / name
+        if not (fetched / name).exists():
+            self.storage.get(f"checkpoints/{name}", fetched / name)
+        return fetched / name
+
+    def _load_workers(self, name: str, fetched: Path) -> dict[int, dict[str, Any]]:
+        """The states of workers in the checkpoint of that name; without them, another is as good as before."""
+        self._workers_in = name
+        if not name:
+            return {}
+        try:
+            path = self._at_hand(name, fetched)
+            tree = json.loads((path / "state.json").read_bytes())
+            found: dict[int, dict[str, Any]] = unpack_tree(tree["workers"], _load_tensors(path / "workers.safetensors"))
+            return found
+        except UNREADABLE:
+            return {}
 
     def save_best(self, best: Evaluated) -> None:
         """Keep these weights in place of those that were the best before."""
@@ -274,6 +357,24 @@ class RunDirectory:
     def __getstate__(self) -> dict[str, Any]:
         """Only the driver of a run writes to the storage."""
         return {**self.__dict__, "storage": None}
+
+
+def _save_tensors(tensors: list[Tensor], path: Path) -> None:
+    save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, path)
+    _sync(path)
+
+
+def _load_tensors(path: Path) -> list[Tensor]:
+    found = load_file(path)
+    return [found[str(i)] for i in range(len(found))]
+
+
+def not_finite(step: int) -> Diverged:
+    """The error for a joint model that has become useless."""
+    return Diverged(
+        f"step {step}: the joint model's weights are not finite; lower the learning rate or clip gradients, and start "
+        "again or resume from the last checkpoint"
+    )
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import UsageError
-from tether.plan import FALLING, RISING, metric_of
+from tether.plan import FALLING, RISING
+from tether.task import metric_of
 
 if TYPE_CHECKING:
     from tether.report import RunRecord

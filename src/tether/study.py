@@ -27,10 +27,10 @@ from tether import settings as option_texts
 from tether import tasks, units
 from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, run_cell
 from tether.errors import UsageError, missing_extra
-from tether.plan import Request, RunPlan, metric_of
+from tether.plan import Request, RunPlan
 from tether.protocols import Server
 from tether.runtimes.sim import Sim
-from tether.task import Task, check_task
+from tether.task import Task, check_task, metric_of
 
 #: how long the gradients of one mini-batch size are timed
 TIMING_SECONDS = 0.5
@@ -87,7 +87,7 @@ class Settings:
         """n = 0 is hardsync. Learning rate as in the paper: sqrt(lambda*mu/B) in hardsync, 1/n in softsync."""
         chosen = option_texts.arguments(Server, "protocol server", self.server_settings)
         how: Row = {"sync": "soft", "n": n} if n else {"sync": "hard", "reference_batch": self.reference_batch}
-        return Server(**{**chosen, **how})
+        return Server(**{"rate": "1/n" if n else "sqrt", **chosen, **how})
 
     def sim(self, learners: int, step_seconds: float) -> Sim:
         return Sim(learners, self.link, self.latency, step_seconds, self.model_bytes, checked=False)

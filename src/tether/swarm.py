@@ -7,9 +7,8 @@ run twice and must repeat bit for bit. A failing seed is a complete description 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -18,7 +17,7 @@ from tether.errors import RunError, TetherError, UsageError
 from tether.machine import Checkpoint, Evaluate, Row
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
-from tether.runtimes.base import Outcome
+from tether.runtimes.base import NodeStates, Outcome
 from tether.runtimes.faults import Faults
 from tether.runtimes.sim import Sim, StepTime
 from tether.task import SyntheticTask
@@ -69,7 +68,10 @@ class Nobody:
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None: ...
 
-    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any], now: float) -> None: ...
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None: ...
+
+    def observed(self) -> Sequence[dict[str, float]]:
+        return ()
 
     def note(self, text: str) -> None: ...
 
@@ -93,7 +95,7 @@ def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Sc
     nodes = options.nodes(workers)
     hub = options.joint if not any(node.name == options.joint and node.computes for node in nodes) else None
     computing = tuple(node.name for node in nodes if node.computes)
-    helpers = tuple(node.name for node in nodes if not node.computes and node.name != options.joint)
+    helpers = tuple(node.name for node in nodes if not node.computes and node.name not in options.vital)
     faults = Faults.draw(rng, computing, hub, 0.7 * steps * step_time.seconds, helpers)
     if options.joint == "" and rng.random() < 0.5:
         faults = Faults.churn(rng, computing, steps * step_time.seconds, float(rng.uniform(0.2, 2.0)))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import queue
-import threading
 import traceback
-import weakref
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -19,6 +17,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from tether.errors import TaskError, UsageError
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, for a learning-rate schedule."""
+
+    #: steps of the run in all
+    steps: int
+    #: how many of them pass over the data once
+    steps_per_epoch: float
+    #: mini-batches in a step: how many workers the run began with
+    workers: int
+
+    def after_epochs(self, epochs: float) -> int:
+        """The step at which so many epochs are over."""
+        return round(epochs * self.steps_per_epoch)
 
 
 class Task:
@@ -34,6 +48,9 @@ class Task:
     epochs: float = 5
     #: end after so many evaluations without a better metric, unless a run says how long it goes
     patience: int | None = None
+    #: the protocol that suits the task, where a run names none: its name and its options, such as {"name": "server",
+    #: "sync": "async"}. Set it on the class, where the command line finds it too
+    protocol: ClassVar[Mapping[str, Any]] = {"name": "averaging"}
     #: what brings each worker a part of the data of its own, where a runtime can; else `train_data` has all of it
     source: Any = None
 
@@ -50,8 +67,14 @@ class Task:
         """The optimizer over the model's parameters; Adam at 0.001 unless you say otherwise."""
         return torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
 
-    def scheduler(self, optimizer: torch.optim.Optimizer) -> LRScheduler | None:
-        """A learning-rate schedule, advanced after every optimizer step; none by default."""
+    def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> LRScheduler | None:
+        """A learning-rate schedule over the steps of the run; none by default.
+
+        A step of the run is one mini-batch of every worker, whichever protocol trains, so a schedule means the same for
+        all of them. `length` says how many there are: `OneCycleLR(optimizer, 0.1, length.steps)`,
+        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` goes by
+        the evaluations of the joint model.
+        """
         return None
 
     def train_data(self) -> Dataset[Any]:
@@ -67,7 +90,7 @@ class Task:
         raise self._lacks("loss", "a scalar tensor")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the joint model, taken beside training; none by default."""
+        """Metrics of the joint model, taken beside training, in eval mode and without gradients; none by default."""
         return {}
 
     def note(self) -> str:
@@ -114,6 +137,11 @@ class SyntheticTask(Task):
         return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
 
 
+def metric_of(metrics: dict[str, float]) -> str:
+    """The metric that says which model is better: validation_error, or else the error, or else the task's first."""
+    return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
+
+
 def describe_error(task: Task, error: Exception) -> str:
     """An exception of the user's code and where in the task's own file it came from."""
     frames = traceback.extract_tb(error.__traceback__)
@@ -147,24 +175,36 @@ def check_task(task: Task, data: Any, workers: int) -> int:
         )
     if task.batch_size < 1:
         raise TaskError(f"batch_size of task {type(task).__name__} is {task.batch_size}; it must be at least 1")
+    # a step of all workers may well be more than an epoch: their mini-batches are then of different epochs
+    check_batch(task, count if task.source is None else count // workers)
     return count
 
 
-class Batches:
-    """A worker's endless stream of mini-batches.
+def check_batch(task: Task, count: int) -> None:
+    """Refuse a mini-batch that is larger than the data of a worker, for it would hold samples twice."""
+    if task.batch_size > count:
+        fewer = "" if task.source is None else ", or use fewer workers, of whom each has a larger part of the data"
+        raise TaskError(
+            f"task {type(task).__name__} has mini-batches of {task.batch_size} samples, and a worker has {count} "
+            f"training samples to take them from: set batch_size to at most {count}{fewer}"
+        )
 
-    All workers read one endless sequence, a fresh permutation of the data for every epoch, in windows of one
-    mini-batch per worker; worker k takes the k-th part of each window. So k workers with mini-batches of m see in each
-    step exactly what one worker with mini-batches of k*m sees.
+
+class Batches:
+    """The mini-batches of a run: an endless sequence, a fresh permutation of the data for every epoch.
+
+    Iterating gives every `count`-th of them, beginning with number `index`; `seek` goes to any other.
     """
 
-    def __init__(self, task: Task, data: Any, *, seed: int, index: int = 0, count: int = 1, first: int = 0) -> None:
+    def __init__(self, task: Task, data: Any, *, seed: int, index: int = 0, count: int = 1, shared_by: int = 1) -> None:
+        """`shared_by`: the data is one worker's own part, and numbers are those of all of so many workers."""
         self._task = task
         self._data = data
         self._length = len(data)
         self._seed = seed
-        self._position = first + index * task.batch_size
-        self._stride = count * task.batch_size
+        self._number = index
+        self._stride = count
+        self._shared_by = shared_by
         #: a batch is a few rows of tensors: picking them costs less than having another thread do it
         self.in_memory = type(data) is TensorDataset and type(task).collate is Task.collate
 
@@ -172,8 +212,10 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        indices = self._indices(self._position, self._position + self._task.batch_size)
-        self._position += self._stride
+        size = self._task.batch_size
+        start = self._number // self._shared_by * size
+        indices = self._indices(start, start + size)
+        self._number += self._stride
         data = self._data
         if self.in_memory:
             picked = torch.from_numpy(indices)
@@ -181,6 +223,10 @@ class Batches:
         if hasattr(data, "__getitems__"):
             return self._task.collate(data.__getitems__(indices.tolist()))
         return self._task.collate([data[i] for i in indices.tolist()])
+
+    def seek(self, number: int, upcoming: tuple[int, ...] = ()) -> None:
+        """Go to a mini-batch; `upcoming` are those that will be wanted after it."""
+        self._number = number
 
     def _indices(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         parts = []
@@ -193,39 +239,40 @@ class Batches:
 
 
 class Prefetched:
-    """Batches that another thread gets ready while the last one is computed with.
+    """Mini-batches that another thread loads while the last one is computed with.
 
-    Errors come out where the batch would have. The thread ends when nobody holds the stream any more.
+    Errors come out where the mini-batch would have. The thread ends when nobody holds the stream any more.
     """
 
-    def __init__(self, batches: Iterator[Any], depth: int = 2) -> None:
-        self._ready: queue.Queue[tuple[Any, Exception | None]] = queue.Queue(maxsize=depth)
-        threading.Thread(target=_fetch, args=(batches, weakref.ref(self), self._ready), daemon=True).start()
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
+        self._loading: dict[int, Future[Any]] = {}
+        self._number = 0
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
+    def seek(self, number: int, upcoming: tuple[int, ...] = ()) -> None:
+        """Go to a mini-batch, and have it and those that follow loaded."""
+        self._number = number
+        wanted = (number, *upcoming)
+        for other in self._loading.keys() - set(wanted):
+            self._loading.pop(other).cancel()
+        for each in wanted:
+            if each not in self._loading:
+                self._loading[each] = self._loader.submit(self._load, each)
+
     def __next__(self) -> Any:
-        batch, error = self._ready.get()
-        if error is not None:
-            raise error
-        return batch
+        number = self._number
+        if number not in self._loading:
+            self.seek(number, (number + 1, number + 2))
+        self._number += 1
+        return self._loading.pop(number).result()
 
-
-def _fetch(batches: Iterator[Any], owner: weakref.ref[Prefetched], ready: queue.Queue[Any]) -> None:
-    while True:
-        try:
-            item: tuple[Any, Exception | None] = next(batches), None
-        except Exception as error:
-            item = None, error
-        while True:
-            if owner() is None:
-                return
-            with suppress(queue.Full):
-                ready.put(item, timeout=1.0)
-                break
-        if item[1] is not None:
-            return
+    def _load(self, number: int) -> Any:
+        self._batches.seek(number)
+        return next(self._batches)
 
 
 @lru_cache(maxsize=8)

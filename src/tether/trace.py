@@ -43,6 +43,8 @@ class Meter(msgspec.Struct):
     bytes_received: int = 0
     messages_sent: int = 0
     messages_refused: int = 0
+    #: gradients that were not finite, and count as zero
+    gradients_skipped: int = 0
     staleness: dict[int, int] = {}
     #: what compression spared, and of what it encoded, the squares of what it lost and of what it was
     bytes_saved: int = 0

@@ -27,12 +27,12 @@ from torch.utils.data import Subset, TensorDataset
 from tether import settings as option_texts
 from tether.cells import AS_GOOD, CellFile, Row, Show, Watcher, figure, gradient_seconds, run_cell
 from tether.errors import UsageError, missing_extra
-from tether.plan import Request, RunPlan, metric_of
+from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
 from tether.runtimes.base import Runtime
 from tether.runtimes.sim import Sim
 from tether.speedup import falls
-from tether.task import Task, check_is_task, check_task
+from tether.task import Task, check_is_task, check_task, metric_of
 
 #: how often the joint model of each run is evaluated
 EVALUATIONS = 12
@@ -409,26 +409,27 @@ def _check_enough(samples: int, of_all: int, workers: int, batch_size: int) -> N
 
 def _epochs(task: Task, epochs: float | None, options: Iterable[Options], steps_per_epoch: float) -> float:
     """So many that a protocol with a schedule has its alpha for half the steps; fewer are refused."""
-    settled = max(map(_settled_at, options))
+    steps = math.ceil((task.epochs if epochs is None else epochs) * steps_per_epoch)
+    settled = max(_settled_at(each, steps) for each in options)
     least = math.ceil(2 * settled / steps_per_epoch)
     if epochs is None:
         return max(task.epochs, least)
     if epochs < least:
         raise UsageError(
             f"the protocol has its alpha from step {settled} on, and these runs have "
-            f"{math.ceil(epochs * steps_per_epoch)} steps: they would say little about it. Give {least} epochs or a "
+            f"{steps} steps: they would say little about it. Give {least} epochs or a "
             "larger share, or shorten the protocol's schedule, such as --set settle_steps=10"
         )
     return epochs
 
 
-def _settled_at(options: Options) -> int:
-    """The step from which a protocol has its alpha; 0 without a schedule."""
-    alpha_at: Callable[[int], float] | None = getattr(options, "alpha_at", None)
+def _settled_at(options: Options, steps: int) -> int:
+    """The step from which a protocol has its alpha, in a run of so many; 0 without a schedule."""
+    alpha_at: Callable[[int, int, float], float] | None = getattr(options, "alpha_at", None)
     if alpha_at is None:
         return 0
     alpha: float = vars(options)["alpha"]
-    return next((step for step in range(STEPS_MAX) if alpha_at(step) == alpha), STEPS_MAX)
+    return next((step for step in range(STEPS_MAX) if alpha_at(step, steps, 1.0) == alpha), STEPS_MAX)
 
 
 def _alpha_png() -> Callable[[Tuning], bytes]:

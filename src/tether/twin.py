@@ -89,3 +89,42 @@ class Twin:
             self._copying.wait_stream(self._computing)
             with self._runtime.stream(self._copying):
                 self._came[id(parameter)].copy_(parameter.grad, non_blocking=True)
+
+
+class Guest:
+    """A copy of a model that is evaluated on a device.
+
+    Whoever calls it may have inputs anywhere: they go to the device, and outputs come back to where the inputs were.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.device = device
+        self.model = copy.deepcopy(model).to(device)
+        self._vector = Vector(self.model)
+        self._from = device
+        self.model.register_forward_pre_hook(self._fetch, with_kwargs=True)
+        self.model.register_forward_hook(self._bring_back)
+
+    def take(self, weights: Tensor) -> None:
+        """Have these weights."""
+        self._vector.weights.copy_(weights)
+
+    def _fetch(self, module: nn.Module, inputs: Any, named: Any) -> Any:
+        tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor)]
+        self._from = tensors[0].device if tensors else self.device
+        return to_device(inputs, self.device), to_device(named, self.device)
+
+    def _bring_back(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        return to_device(outputs, self._from)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """What a batch may be, with its tensors on that device."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=device.type != "cpu")
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        moved = [to_device(value, device) for value in batch]
+        return type(batch)(*moved) if hasattr(batch, "_fields") else type(batch)(moved)
+    return batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -106,6 +107,12 @@ def put_gradient(parameter: Tensor, place: Tensor) -> None:
     place.zero_()
     if made is not None:
         place.index_add_(0, made._indices()[0], made._values())
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether every value is a finite number. A sum tells in one pass that they are, unless it is too large itself."""
+    wide = torch.float32 if values.dtype == torch.float16 else None
+    return math.isfinite(float(values.sum(dtype=wide))) or bool(values.isfinite().all())
 
 
 def shards(length: int, count: int) -> list[slice]:

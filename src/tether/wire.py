@@ -113,6 +113,16 @@ def pack_tree(value: Any, tensors: list[Tensor]) -> Any:
     raise WireError(f"a {type(value).__name__} cannot be saved: {value!r}")
 
 
+def can_be_kept(value: Any) -> bool:
+    """Whether `pack_tree` takes it and all its tensors can travel."""
+    tensors: list[Tensor] = []
+    try:
+        pack_tree(value, tensors)
+    except WireError:
+        return False
+    return all(str(tensor.dtype).removeprefix("torch.") in _DTYPES for tensor in tensors)
+
+
 def unpack_tree(value: Any, tensors: Sequence[Tensor]) -> Any:
     """The inverse of `pack_tree`."""
     match value:

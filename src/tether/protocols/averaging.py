@@ -1,7 +1,8 @@
 """Synchronous model averaging (SparkNet; MPCA SGD, section 3.1), and with an outer optimizer (DiLoCo).
 
-A round: the hub broadcasts the joint model; every worker installs it and makes tau steps of its own; the workers'
-vectors are reduced to their mean, which becomes the joint model. Workers stand still while parameters travel.
+A round: the hub broadcasts the joint model; every worker installs it and makes tau steps of its own, on mini-batches
+that it is dealt with it; the workers' vectors are reduced to their mean, which becomes the joint model. Workers stand
+still while parameters travel.
 
 An outer optimizer takes the joint model less the mean as a gradient and steps with it: by heavy-ball momentum or, as in
 DiLoCo, Nesterov's. With rate 1 and no momentum that is the mean itself. BatchNorm's buffers are always the mean.
@@ -10,16 +11,19 @@ tau "auto" follows the 1:5 rule: computing takes five times as long as communica
 reports how long it waited between its last step and the next joint model, and how long its steps took. The shortest
 wait of a round is that of the slowest worker, who waits for nobody: it measures communication alone.
 
-A worker that dies is left out of the round in flight; one that comes takes part from the next round on.
+A worker that dies is left out of the round in flight, and its mini-batches are dealt again in the next; one that comes
+takes part from the next round on.
 
-Invariants: a worker computes only inside a round and never beyond its tau; rounds never overlap.
+Invariants: a worker computes only inside a round, on what it was dealt for it; rounds never overlap.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor
@@ -49,17 +53,22 @@ from tether.machine import (
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.ledger import UPCOMING
 
 #: computing takes this many times as long as communicating (SparkNet's rule)
 COMPUTE_PER_COMMUNICATION = 5
 
 
 class Joint(Message, frozen=True):
-    """Hub to all: the joint model, and how many steps to make from it."""
+    """Hub to all: the joint model, and the mini-batches that each worker trains on from it.
+
+    The last round of a run may have fewer for some. `position` is how many mini-batches count so far.
+    """
 
     round: int
-    tau: int
     values: Tensor
+    batches: dict[str, tuple[int, ...]]
+    position: int
 
 
 class Effort(Message, frozen=True):
@@ -104,7 +113,7 @@ class Averaging(Options):
     def machine(self, seat: Seat) -> Machine:
         if seat.node.role == "hub":
             return AveragingHub(seat, self)
-        return AveragingWorker(measures=self.tau == "auto")
+        return AveragingWorker(seat, measures=self.tau == "auto")
 
 
 class _Outer:
@@ -142,7 +151,7 @@ class AveragingHub:
 
     def __init__(self, seat: Seat, options: Averaging) -> None:
         self.seat = seat
-        self.pace = Pace(seat.schedule, self._state)
+        self.pace = Pace(seat, self._state, dealt=False)
         self.present: list[str] = []
         self.round = -1
         self.in_round = False
@@ -169,6 +178,7 @@ class AveragingHub:
                 return self._close_round(total, weight, contributors, now)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
+                self.pace.join(peer)
                 return [] if self.in_round else self._open_round()
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
@@ -181,10 +191,12 @@ class AveragingHub:
             return []
         self.round += 1
         self.in_round = True
-        self.round_tau = min(self.tau, self.pace.steps_left)
+        self.pace.begin(self.present)
+        batches = self.pace.ledger.deal_round(min(self.tau, self.pace.steps_left))
+        self.round_tau = max(map(len, batches.values()))
         members = ("hub", *self.present)
         return [
-            Broadcast("round", members, Joint(self.round, self.round_tau, snapshot())),
+            Broadcast("round", members, Joint(self.round, snapshot(), batches, self.pace.position)),
             Reduce(f"round {self.round}", members),
         ]
 
@@ -192,15 +204,17 @@ class AveragingHub:
         self, total: Tensor | None, weight: float, contributors: tuple[str, ...], now: float
     ) -> list[Effect]:
         self.in_round = False
-        if total is None:
+        if total is None or not weight:
             return self._open_round()
-        made = self.round_tau
+        made = {worker: len(self.pace.ledger.held[worker]) for worker in contributors}
+        for worker, steps in made.items():
+            self.pace.ledger.count(worker, steps)
+        self.pace.begin(self.present)
         self._choose_tau()
-        samples = made * len(contributors) * self.seat.schedule.batch_size
         effects: list[Effect] = [
             Install(self._outer.step(total / weight)),
-            Record({"round": self.round, "tau": made, "workers": len(contributors)}),
-            *self.pace.advance(made, samples, now),
+            Record({"round": self.round, "tau": self.round_tau, "workers": len(contributors)}),
+            *self.pace.advance(sum(made.values()), len(contributors), now),
         ]
         return effects if self.pace.over else [*effects, *self._open_round()]
 
@@ -225,42 +239,58 @@ class AveragingHub:
             raise InvariantBroken(f"round {self.round} has tau {self.round_tau}")
         if len(set(self.present)) != len(self.present):
             raise InvariantBroken(f"a worker is present twice: {self.present}")
+        self.pace.ledger.check()
 
 
 class AveragingWorker:
-    """Makes tau steps from every joint model it is given."""
+    """Makes its steps from every joint model it is given."""
 
-    def __init__(self, measures: bool) -> None:
+    def __init__(self, seat: Seat, measures: bool) -> None:
+        self.name = seat.node.name
         self.measures = measures
         self.round = -1
-        self.tau = 0
-        self.steps = 0
+        self.position = 0
         self.members: tuple[str, ...] = ()
+        #: the mini-batches of the round that are still to come, and how many steps were made
+        self.batches: deque[int] = deque()
+        self.steps = 0
+        self.computing = False
         self._compute_seconds = 0.0
         self._done_at: float | None = None
         self._wait_seconds: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
-            case Broadcasted(members=members, message=Joint(round=round, tau=tau, values=values)):
-                if self.steps < self.tau:
-                    raise InvariantBroken(f"round {round} began while round {self.round} lacked steps")
-                self.round, self.tau, self.members = round, tau, members
+            case Broadcasted(members=members, message=Joint() as joint):
+                if self.batches or self.computing:
+                    raise InvariantBroken(f"round {joint.round} began while round {self.round} lacked steps")
+                self.round, self.members, self.position = joint.round, members, joint.position
+                self.batches = deque(joint.batches.get(self.name, ()))
                 self.steps, self._compute_seconds = 0, 0.0
                 self._wait_seconds = None if self._done_at is None else now - self._done_at
-                return [Install(values), Compute()]
+                return [Install(joint.values), *self._go_on(now)]
             case GradientReady(seconds=seconds):
+                self.computing = False
                 self.steps += 1
                 self._compute_seconds += seconds
-                return [Step(), Compute()] if self.steps < self.tau else self._contribute(now)
+                return [Step(), *self._go_on(now)]
         return []
+
+    def _go_on(self, now: float) -> list[Effect]:
+        if not self.batches:
+            return self._contribute(now)
+        self.computing = True
+        batch = self.batches.popleft()
+        self.position = max(self.position, batch)
+        return [Compute(batch=batch, upcoming=tuple(islice(self.batches, UPCOMING)), position=self.position)]
 
     def _contribute(self, now: float) -> list[Effect]:
         self._done_at = now
-        effort = Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps))
-        contribution = Reduce(f"round {self.round}", self.members, snapshot(), weight=1.0)
-        return [Step(), effort, contribution] if self.measures else [Step(), contribution]
+        contribution = Reduce(f"round {self.round}", self.members, snapshot(), weight=float(self.steps > 0))
+        if not self.measures or not self.steps:
+            return [contribution]
+        return [Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps)), contribution]
 
     def check(self) -> None:
-        if self.steps > self.tau:
-            raise InvariantBroken(f"{self.steps} steps in a round of {self.tau}")
+        if self.batches and not self.computing:
+            raise InvariantBroken(f"stands still with {len(self.batches)} mini-batches of round {self.round} to go")

@@ -18,11 +18,14 @@ Rates: alpha is 0.9/K for K workers present unless given, and alpha' is alpha (e
 at every so many steps (DeepSpark, equation 5), or the hub's alone does (equation 6). The hub tells a worker its rate
 with the centre and remembers its own for the difference that will come. Exchanges that overlap have read the same
 centre: together they must not move it beyond the workers, or it would swing ever wider. So where the hub's rates under
-way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1.
+way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1. Without `throttle`
+every exchange has its full rates, as in DeepSpark, whose figures 4, 5 and 8 have alpha up to 0.99.
 
 tau "auto": a hub with one link serves K workers one after the other, so tau steps must last as long as K downloads
 (MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the latest answers
-measures a download that had the link for itself.
+measures a download that had the link for itself. At first all workers ask at the same time. Until an answer has been
+measured, a worker that asks ahead does not stand still for the centre, but exchanges at the end of the step in which it
+comes, however many steps it has made by then.
 
 The exchanger: the hub lets so many workers exchange at a time, from its answer until the difference is back; further
 ones wait in a queue. Copying the centre and adding to it is loose: threads do it side by side without a lock.
@@ -30,13 +33,15 @@ ones wait in a queue. Copying the centre and adding to it is loose: threads do i
 BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates, and since the
 hub is sent the worker's own, they stay between the two.
 
-The hub counts the steps of every difference it takes. Near the end it hands out only what is left to make.
+The hub counts the steps of every difference it takes. Near the end it hands out only what is left to make, and a worker
+that is dealt no more mini-batches exchanges what it has.
 
-A worker that dies gives its place up; its difference has come whole or not at all, so the centre is whole. One that
-comes begins with the centre.
+The workers of a new run begin at once, since the seed or the checkpoint gives all of them the centre. One that comes
+later asks for it first. A worker that dies gives its place up; its difference has come whole or not at all, so the
+centre is whole.
 
 Invariants: a worker asks once for every exchange; no more workers exchange than the exchanger has places; nobody waits
-while a place is free; the hub's rates under way add up to 1 at most.
+while a place is free; throttled, the hub's rates under way add up to 1 at most.
 """
 
 from __future__ import annotations
@@ -53,7 +58,6 @@ from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
     Add,
     Blend,
-    Compute,
     Effect,
     Event,
     GradientReady,
@@ -72,11 +76,14 @@ from tether.machine import (
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 
 #: alpha times the number of workers, unless alpha is given
 BETA = 0.9
 #: tau above the least that avoids collisions
 ROOM = 1.3
+#: so many of each worker's answers are the latest
+ANSWERS_KEPT = 4
 
 
 class Ask(Message, frozen=True):
@@ -86,11 +93,15 @@ class Ask(Message, frozen=True):
 
 
 class Centre(Message, frozen=True):
-    """Hub to worker: the centre, the worker's rate, and how many steps to make until the next exchange."""
+    """Hub to worker: the centre, the worker's rate, and how many steps to make until the next exchange.
+
+    If `early`, that many at most: the next exchange is as soon as the next centre is there.
+    """
 
     values: Tensor
     alpha: float
     tau: int
+    early: bool = False
 
 
 class Difference(Message, frozen=True):
@@ -99,7 +110,6 @@ class Difference(Message, frozen=True):
     values: Tensor
     buffers: Tensor
     steps: int
-    samples: int
     step_seconds: float
     #: from asking for the centre to having it, and how much of that it stood still
     answer_seconds: float
@@ -120,6 +130,11 @@ class Elastic(Options):
     decay_limit: int | None = option(None, "decay at most so often; none: for ever")
     decays: Literal["both", "master"] = option("both", "which rates decay: both, or the centre's (equation 6)")
     ahead: bool = option(True, "ask for the centre so early that it is there when it is needed")
+    throttle: bool = option(
+        True,
+        "scale the rates of exchanges that overlap, so that together they move the centre no further than the workers "
+        "are; without it a large alpha acts in full, as in DeepSpark, and may diverge",
+    )
     exchangers: int = option(8, "how many workers exchange at a time; further ones wait in a queue")
 
     name = "elastic"
@@ -154,6 +169,7 @@ class Elastic(Options):
             cls(tau=1, alpha=0.3),
             cls(tau=4, ahead=False, exchangers=1),
             cls(tau=3, decay=0.8, decay_every=10, decay_limit=2),
+            cls(tau=6, alpha=0.2, throttle=False),
             cls(tau=5, alpha=0.4, master_alpha=0.3, decay=0.7, decay_every=15, decays="master"),
         )
 
@@ -162,7 +178,18 @@ class Elastic(Options):
         return self.exchangers
 
     def machine(self, seat: Seat) -> Machine:
-        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat, self.ahead)
+        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat, self)
+
+    def tau_at_start(self, seat: Seat) -> int:
+        """The tau that a run begins with; 0 if it has yet to be measured."""
+        if self.tau != "auto":
+            return self.tau
+        return int(seat.restored["tau"]) if seat.restored else int(not self.ahead)
+
+    def first_steps(self, seat: Seat) -> tuple[int, bool]:
+        """How many steps a worker makes until its first exchange, and whether that may be sooner."""
+        tau, left = self.tau_at_start(seat), max(1, seat.schedule.steps - seat.schedule.first_step)
+        return min(tau, left) or left, not tau
 
     def rates(self, workers: int, step: int) -> tuple[float, float]:
         """The worker's and the centre's rate at a step."""
@@ -203,17 +230,19 @@ class ElasticHub:
     def __init__(self, seat: Seat, options: Elastic) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule, lambda: {"tau": self.tau})
+        self.pace = Pace(seat, lambda: {"tau": self.tau})
         self.present: set[str] = set()
         self.exchanges = 0
         self._auto = options.tau == "auto"
-        self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
+        #: 0: not known yet
+        self.tau = options.tau_at_start(seat)
         self._queue: deque[_Request] = deque()
         self._open: dict[str, _Exchange] = {}
         #: steps that each worker is making, or has made and not told of yet
         self._issued: dict[str, int] = {}
-        #: what each worker's latest exchange took: the answer and its mean step
-        self._efforts: dict[str, tuple[float, float]] = {}
+        #: what each worker's latest answers took, and its mean step
+        self._answers: dict[str, deque[float]] = {}
+        self._step_seconds: dict[str, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
@@ -221,6 +250,9 @@ class ElasticHub:
         match event:
             case Started(members=members):
                 self.present = {worker for worker in self.seat.workers if worker in members}
+                self.pace.begin(members)
+                tau, early = self.options.first_steps(self.seat)
+                self._issued = dict.fromkeys(self.present, 1 if early else tau)
             case Received(sender=worker, message=Ask(first=True)):
                 return self._send_centre(worker, 1.0)
             case Received(sender=worker, message=Ask()):
@@ -228,14 +260,17 @@ class ElasticHub:
                 return self._serve(now)
             case Received(sender=worker, message=Difference() as difference):
                 return self._take(worker, difference, now)
+            case Received(sender=worker, message=More() | Returned() as message):
+                return self.pace.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.add(peer)
+                self.pace.join(peer)
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
                 self._queue = deque(request for request in self._queue if request.worker != peer)
-                for kept in (self._open, self._issued, self._efforts):
+                for kept in (self._open, self._issued, self._answers, self._step_seconds):
                     kept.pop(peer, None)
-                return self._serve(now)
+                return [*self.pace.lose(peer), *self._serve(now)]
             case StopRequested(reason=reason):
                 return self.pace.finish(reason)
         return []
@@ -247,7 +282,7 @@ class ElasticHub:
             request = self._queue.popleft()
             alpha, master_alpha = self.options.rates(len(self.present), self.pace.step)
             taken = self._rates_under_way()
-            if taken + master_alpha > 1:
+            if self.options.throttle and taken + master_alpha > 1:
                 alpha, master_alpha = alpha * (1 - taken), master_alpha * (1 - taken)
             made = self._issued.pop(request.worker)
             self._open[request.worker] = _Exchange(request, now, alpha, master_alpha, made)
@@ -258,15 +293,25 @@ class ElasticHub:
         return sum(exchange.master_alpha for exchange in self._open.values())
 
     def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
+        tau, early = self._issue(worker)
+        return [Send(worker, Centre(snapshot(loose=True), alpha, tau, early))]
+
+    def _issue(self, worker: str) -> tuple[int, bool]:
+        """How many steps a worker makes until its next exchange, and whether that may be sooner."""
+        self._issued.pop(worker, None)
         under_way = sum(self._issued.values()) + sum(exchange.steps for exchange in self._open.values())
-        left = self.pace.steps_left * len(self.present) - under_way
-        tau = self._issued[worker] = max(1, min(self.tau, left))
-        return [Send(worker, Centre(snapshot(loose=True), alpha, tau))]
+        left = max(1, self.pace.left(len(self.present)) - under_way)
+        if not self.tau:
+            self._issued[worker] = 1
+            return max(1, left // len(self.present)), True
+        tau = self._issued[worker] = min(self.tau, left)
+        return tau, False
 
     def _take(self, worker: str, difference: Difference, now: float) -> list[Effect]:
         exchange = self._open.pop(worker)
         self.exchanges += 1
-        self._efforts[worker] = difference.answer_seconds, difference.step_seconds
+        self._answers.setdefault(worker, deque(maxlen=ANSWERS_KEPT)).append(difference.answer_seconds)
+        self._step_seconds[worker] = difference.step_seconds
         if self._auto:
             self.tau = self._choose_tau()
         row = Record(
@@ -287,12 +332,13 @@ class ElasticHub:
             Blend(difference.buffers, exchange.master_alpha, self.seat.parameter_count, loose=True),
             row,
         ]
-        moves += self.pace.advance_gradients(difference.steps, len(self.present), difference.samples, now)
+        self.pace.ledger.count(worker, difference.steps)
+        moves += self.pace.advance(difference.steps, len(self.present), now)
         return moves if self.pace.over else moves + self._serve(now)
 
     def _choose_tau(self) -> int:
-        download = min(answer for answer, _ in self._efforts.values())
-        step = statistics.median(step for _, step in self._efforts.values())
+        download = min(answer for answers in self._answers.values() for answer in answers)
+        step = statistics.median(self._step_seconds.values())
         return max(1, math.ceil(ROOM * len(self.present) * download / step)) if step > 0 else self.tau
 
     def check(self) -> None:
@@ -301,24 +347,28 @@ class ElasticHub:
             raise InvariantBroken(f"{len(self._open)} workers exchange; there are {places} places")
         if self._queue and len(self._open) < places and not self.pace.over:
             raise InvariantBroken(f"{self._queue[0].worker} waits while a place is free")
-        if self._rates_under_way() > 1 + 1e-9:
+        if self.options.throttle and self._rates_under_way() > 1 + 1e-9:
             raise InvariantBroken(f"the rates under way add up to {self._rates_under_way()}")
         known = [*self._open, *(request.worker for request in self._queue)]
         if len(set(known)) != len(known):
             raise InvariantBroken(f"a worker exchanges twice at a time: {known}")
         if not set(known) <= self.present:
             raise InvariantBroken(f"an absent worker exchanges: {set(known) - self.present}")
+        self.pace.ledger.check()
 
 
 class ElasticWorker:
     """Steps by itself and exchanges with the centre after every tau steps."""
 
-    def __init__(self, seat: Seat, ahead: bool) -> None:
+    def __init__(self, seat: Seat, options: Elastic) -> None:
         self.seat = seat
-        self.ahead = ahead
+        self.ahead = options.ahead
+        self._options = options
+        self.portion = Portion(seat, lambda more: [Send("hub", more)])
         self.tau = 0
+        #: it exchanges as soon as the centre is there
+        self.early = False
         self.steps = 0
-        self.samples = 0
         self.asked = False
         self._centre: Centre | None = None
         self._step_seconds = 0.0
@@ -330,10 +380,9 @@ class ElasticWorker:
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
-                return self._ask(now, first=True)
-            case GradientReady(samples=samples, seconds=seconds):
+                return self._start(now)
+            case GradientReady(seconds=seconds):
                 self.steps += 1
-                self.samples += samples
                 self._step_seconds += (seconds - self._step_seconds) / self.steps
                 self._idle_since = now
                 return [Step(), *self._go_on(now)]
@@ -342,25 +391,44 @@ class ElasticWorker:
                 self._centre = centre
                 if not self.tau:
                     self._take_up(centre)
-                    return [Install(centre.values), Compute(), *self._ask_in_time(now)]
-                return self._go_on(now) if self.steps == self.tau else []
+                    return [Install(centre.values), *self.portion.compute(), *self._ask_in_time(now)]
+                return self._go_on(now) if self._is_done else []
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
         return []
+
+    @property
+    def _is_done(self) -> bool:
+        """All steps until the next exchange are made, or there is nothing to make more of."""
+        return self.steps == self.tau or (self.portion.idle and self.steps > 0)
+
+    def _start(self, now: float) -> list[Effect]:
+        """Begin at once with the model that all begin with, unless the others have begun long ago."""
+        if self.seat.node.life > 1:
+            return self._ask(now, first=True)
+        self.tau, self.early = self._options.first_steps(self.seat)
+        return [*self.portion.compute(), *self._ask_in_time(now)]
 
     def _go_on(self, now: float) -> list[Effect]:
         """At the end of a step, or when the centre that was waited for has come."""
-        if self.steps < self.tau:
-            return [*self._ask_in_time(now), Compute()]
+        effects: list[Effect] = []
+        if not self._is_done and not (self.early and self._centre is not None):
+            effects = self.portion.compute()
+            if not self._is_done:
+                return [*self._ask_in_time(now), *effects]
         if self._centre is None:
-            return self._ask_in_time(now)
-        exchange = self._exchange(self._centre, now - self._idle_since)
+            return [*effects, *self._ask_in_time(now)]
+        effects += self._exchange(self._centre, now - self._idle_since)
         self._take_up(self._centre)
-        return [*exchange, *self._ask_in_time(now), Compute()]
+        return [*effects, *self._ask_in_time(now), *self.portion.compute()]
 
     def _ask_in_time(self, now: float) -> list[Effect]:
         """Ask if the answer would otherwise come after the last step, as far as the last one tells."""
         left = (self.tau - self.steps) * self._step_seconds
         late = self.ahead and 0 < left < self._answer_seconds + self._step_seconds
-        return self._ask(now) if (late or self.steps == self.tau) and not self.asked else []
+        return self._ask(now) if (late or self.early or self._is_done) and not self.asked else []
 
     def _ask(self, now: float, first: bool = False) -> list[Effect]:
         self.asked = True
@@ -373,7 +441,6 @@ class ElasticWorker:
             snapshot(0, parameters, less=centre.values[:parameters]),
             snapshot(parameters),
             self.steps,
-            self.samples,
             self._step_seconds,
             self._answer_seconds,
             wait_seconds,
@@ -381,8 +448,8 @@ class ElasticWorker:
         return [Send("hub", difference), Blend(centre.values, centre.alpha)]
 
     def _take_up(self, centre: Centre) -> None:
-        self.tau, self._centre, self.asked = centre.tau, None, False
-        self.steps = self.samples = 0
+        self.tau, self.early, self._centre, self.asked = centre.tau, centre.early, None, False
+        self.steps = 0
 
     def check(self) -> None:
         if self.steps > self.tau:

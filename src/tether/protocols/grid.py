@@ -46,8 +46,11 @@ instead. A candidate wins with the votes of more than half of its configuration,
 all its members that live. So of candidates with one configuration no two that live can win the same number: two
 majorities would share a voter, and whoever lives has voted for itself. Should the dead master have told some of a
 configuration that others do not know yet, its stamp, and last the name in it, decides whom everybody obeys. A vote
-tells what the voter knows of the count, which line masters spread with every round; what only the dead knew is made
-again.
+tells what the voter knows of the count, which line masters spread with every round.
+
+Data. The master keeps the ledger of mini-batches. A new master begins it with the newest count that is known, and with
+what every living node says it has made and still holds; until all have, nobody is dealt more. What only the dead knew
+is made again.
 
 The end. When all steps are made, or a stop is asked for, the master sends a final configuration. Nodes stop training
 and reduce along one dimension after the other, sums carrying their weights, so the master gets the exact mean over all
@@ -77,7 +80,6 @@ from tether.machine import (
     Add,
     Blend,
     CancelTimer,
-    Compute,
     Effect,
     Event,
     Fail,
@@ -102,6 +104,7 @@ from tether.machine import (
     snapshot,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned, Spans
 from tether.protocols.places import Line, lines, lines_of, rearranged
 from tether.vector import shards
 
@@ -123,10 +126,14 @@ FINAL_SECONDS = 10.0
 FINAL_PATIENCE = 20.0
 #: a node tells the master of so many steps at the latest, and for every so many nodes half as often
 TALLY_STEPS = 8
+#: how many mini-batches a node has made before it forgets those that count
+MADE_KEPT = 64
 TALLY_NODES = 64
 
 #: number of the term, its master, version
 Stamp = tuple[int, str, int]
+#: the mini-batches that count: pairs of the first and the one after the last
+Counted = tuple[tuple[int, int], ...]
 #: what is waited for in a round
 Kind = Literal["slices", "means", "reports"]
 
@@ -142,7 +149,7 @@ class Config(Message, frozen=True):
     version: int
     members: tuple[str, ...]
     step: int
-    samples: int
+    counted: Counted
     final: str = ""
 
     @property
@@ -183,7 +190,7 @@ class Vote(Message, frozen=True):
     granted: bool
     abstains: bool
     step: int
-    samples: int
+    counted: Counted
 
 
 class Open(Message, frozen=True):
@@ -193,7 +200,7 @@ class Open(Message, frozen=True):
     line: int
     round: int
     step: int
-    samples: int
+    counted: Counted
 
 
 class Slice(Message, frozen=True):
@@ -227,10 +234,17 @@ class Done(Message, frozen=True):
 
 
 class Tally(Message, frozen=True):
-    """Node to master: what it has done since it last told."""
+    """Node to master: the steps it has made since it last told."""
 
     steps: int
-    samples: int
+
+
+class Holdings(Message, frozen=True):
+    """Node to a new master: the mini-batches it has made and that may not count yet, and those it still has."""
+
+    number: int
+    made: tuple[int, ...]
+    held: tuple[int, ...]
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -260,7 +274,7 @@ class Grid(Options):
 
     name = "grid"
     summary = "no hub: nodes in a grid are tied to their rows and columns by quorum allreduces (BIDMach)"
-    messages = (Config, Welcome, Ready, Empty, Stand, Vote, Open, Slice, Mean, Done, Tally)
+    messages = (Config, Welcome, Ready, Empty, Stand, Vote, Open, Slice, Mean, Done, Tally, Holdings)
     joint = ""
 
     def __post_init__(self) -> None:
@@ -395,7 +409,17 @@ class GridNode:
         self.seat = seat
         self.options = options
         self.name = seat.node.name
-        self.pace = Pace(seat.schedule)
+        #: how far the run is; only the master's ledger is up to date
+        self.pace = Pace(seat)
+        self.portion = Portion(seat, self._ask)
+        #: the newest count that is known, and what was made here and is not in it
+        self.counted: Counted = seat.schedule.counted
+        self._made: list[int] = []
+        #: at a new master: whose holdings are still to come, what the others have, and who has asked meanwhile
+        self._awaited: set[str] = set()
+        self._holdings: dict[str, Holdings] = {}
+        self._asking: dict[str, More] = {}
+        self._told: list[tuple[str, int]] = []
         #: nodes that the runtime has told of and that are not known to be dead
         self.living: set[str] = {self.name}
         self.dead: set[str] = set()
@@ -408,7 +432,7 @@ class GridNode:
         self._first: Config | None = None
         if self.name in founders:
             members = rearranged((), founders, options.dimensions)
-            self._first = Config(1, founders[0], 1, members, self.pace.step, self.pace.samples)
+            self._first = Config(1, founders[0], 1, members, self.pace.step, self.counted)
         self.computing = False
         #: the buffers as they were with the last gradient, and what has pulled them since; another may be changing them
         self._buffers = torch.empty(0)
@@ -425,8 +449,8 @@ class GridNode:
         #: what half of the peers usually take, and the patience with them until that is known
         self._usual: dict[Kind, float] = {}
         self._patience: dict[Kind, float] = {}
-        #: steps and samples that the master has not been told of, and whether a round has ended since
-        self._untold = [0, 0]
+        #: steps that the master has not been told of, and whether a round has ended since
+        self._untold = 0
         self._ended = False
         #: in the finale: the vector and its weight after each dimension
         self._sums: list[tuple[Tensor, float]] = []
@@ -457,8 +481,8 @@ class GridNode:
         match event:
             case Started(members=members):
                 self._start(members, now)
-            case GradientReady(samples=samples):
-                self._take_gradient(samples, now)
+            case GradientReady():
+                self._take_gradient(now)
             case Received(sender=sender, message=message):
                 self._receive(sender, message, now)
             case TimerFired(name="stand"):
@@ -505,52 +529,143 @@ class GridNode:
     def _compute(self) -> None:
         if not self.computing:
             self.computing = True
-            self._do(Compute())
+            self._do(*self.portion.compute())
 
-    def _take_gradient(self, samples: int, now: float) -> None:
+    def _take_gradient(self, now: float) -> None:
         self.computing = False
         self._buffers = self._buffers_now()
         assert self.config is not None
         if self.config.final:
             return
         self._do(Step())
-        self._untold = [self._untold[0] + 1, self._untold[1] + samples]
+        self._untold += 1
+        self._made.append(self.portion.batch)
         for number, lane in self._lanes.items():
             lane.steps += 1
             self._report(number, lane, now)
         self._tell(now)
         if not self.config.final:
             self._compute()
+            if self.portion.idle:
+                self._tell(now)
 
     def _tell(self, now: float) -> None:
-        """Tell the master what was done: after a round, or when it has become much."""
+        """Tell the master what was done: after a round, when it has become much, or when there is nothing to do."""
         assert self.config is not None
-        steps, samples = self._untold
+        steps = self._untold
         seldom = math.ceil(len(self.config.members) / TALLY_NODES)
+        enough = 1 if self.portion.idle else seldom if self._ended else seldom * TALLY_STEPS
         if self.is_master:
-            self._untold = [0, 0]
-            self._count(steps, samples, now)
-        elif self.config.master not in self.dead and steps >= (seldom if self._ended else seldom * TALLY_STEPS):
-            self._untold = [0, 0]
+            self._untold = 0
+            self._count(self.name, steps, now)
+        elif self.config.master not in self.dead and steps >= enough:
+            self._untold = 0
             self._ended = False
-            self._send(self.config.master, Tally(steps, samples))
+            self._send(self.config.master, Tally(steps))
 
-    def _count(self, gradients: int, samples: int, now: float) -> None:
+    def _count(self, worker: str, steps: int, now: float) -> None:
+        """At the master: a node has made so many steps."""
+        if self._awaited:
+            self._told.append((worker, steps))
+        elif worker in self.pace.ledger.members:
+            self.pace.ledger.count(worker, steps)
+            self._advance(steps, now)
+
+    def _advance(self, gradients: int, now: float) -> None:
+        """At the master: so many more gradients are in the ledger."""
         assert self.config is not None
+        self.counted = tuple(self.pace.ledger.counted)
+        workers = len(self.config.members)
+        self.pace.tally(gradients, workers)
         if self.config.final:
             return
-        steps = self.pace.whole_steps(gradients, len(self.config.members))
-        if steps >= self.pace.steps_left:
-            self.pace.step = self.pace.schedule.steps
-            self.pace.samples += samples
-            self._end("all steps made", now)
+        if self.pace.complete:
+            self._end(self.pace.reason(), now)
         else:
-            self._do(*self.pace.advance(steps, samples, now))
+            self._do(*self.pace.advance(0, workers, now))
 
-    def _learn(self, step: int, samples: int) -> None:
+    def _learn(self, step: int, counted: Counted) -> None:
         """How far the run is, as somebody else knows it."""
         self.pace.step = max(self.pace.step, step)
-        self.pace.samples = max(self.pace.samples, samples)
+        if not self.is_master and Spans(counted).total > Spans(self.counted).total:
+            self.counted = counted
+            if len(self._made) > MADE_KEPT:
+                known = Spans(counted)
+                self._made = [batch for batch in self._made if batch not in known]
+
+    # ---- who trains on what ----
+
+    def _ask(self, more: More) -> list[Effect]:
+        """Ask the master for mini-batches; a master asks itself."""
+        assert self.config is not None
+        if self.is_master:
+            self._deal(self.name, more)
+            return []
+        return [Send(self.config.master, more)] if self.config.master not in self.dead else []
+
+    def _deal(self, sender: str, message: More | Returned) -> None:
+        """At the master."""
+        if self._awaited:
+            if isinstance(message, More):
+                self._asking[sender] = message
+            return
+        if sender not in self.pace.ledger.members and sender in self.living:
+            self.pace.join(sender)
+        self._hand_out(self.pace.deal(sender, message))
+
+    def _hand_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send(to=self.name, message=Lease() as lease):
+                    self._do(*self.portion.take(lease))
+                case Send(to=self.name, message=Recall()):
+                    self._hand_out(self.pace.deal(self.name, self.portion.give()))
+                case _:
+                    self._do(effect)
+
+    def _hold(self) -> Holdings:
+        """What this node tells a new master; with it everything is told."""
+        self._untold = 0
+        known = Spans(self.counted)
+        begun = (self.portion.batch,) if self.computing and not self.portion.idle else ()
+        made = tuple(batch for batch in self._made if batch not in known)
+        return Holdings(self.stamp[0], made, (*begun, *self.portion.held))
+
+    def _obey_new_master(self, now: float) -> None:
+        """Tell it what was made here and what is still to be made."""
+        assert self.config is not None
+        holdings = self._hold()
+        if self.is_master:
+            self.pace.ledger.counted = Spans(self.counted)
+            self._awaited, self._told, self._asking = self.living - {self.name}, [], {}
+            self._holdings = {self.name: holdings}
+            self._open_ledger(now)
+        else:
+            self._awaited = set()
+            self._send(self.config.master, holdings)
+        self._do(*self.portion.ask_again())
+
+    def _take_holdings(self, sender: str, holdings: Holdings, now: float) -> None:
+        """At a new master: when all have told, the ledger is known again."""
+        if holdings.number != self.stamp[0] or sender not in self._awaited:
+            return
+        self._holdings[sender] = holdings
+        self._awaited.discard(sender)
+        self._open_ledger(now)
+
+    def _open_ledger(self, now: float) -> None:
+        if self._awaited or not self._holdings:
+            return
+        made = {sender: told.made for sender, told in self._holdings.items()}
+        held = {sender: told.held for sender, told in self._holdings.items() if sender not in self.dead}
+        told, asking = self._told, self._asking
+        self._holdings, self._told, self._asking = {}, [], {}
+        self._advance(self.pace.ledger.rebuild(self.counted, made, held), now)
+        for sender, steps in told:
+            self._count(sender, steps, now)
+        for sender, more in asking.items():
+            if sender not in self.dead:
+                self._deal(sender, more)
 
     # ---- messages ----
 
@@ -580,8 +695,16 @@ class GridNode:
                 self._vote_on(sender, message)
             case Vote():
                 self._take_vote(sender, message, now)
-            case Tally(steps=steps, samples=samples) if self.is_master:
-                self._count(steps, samples, now)
+            case Tally(steps=steps) if self.is_master:
+                self._count(sender, steps, now)
+            case More() | Returned() if self.is_master:
+                self._deal(sender, message)
+            case Holdings() if self.is_master:
+                self._take_holdings(sender, message, now)
+            case Lease():
+                self._do(*self.portion.take(message))
+            case Recall():
+                self._send(sender, self.portion.give())
 
     def _receive_of_round(self, sender: str, message: Open | Slice | Mean | Done, now: float) -> None:
         if message.stamp != self.stamp:
@@ -593,7 +716,7 @@ class GridNode:
             return
         self._answered(lane, sender, message.round)
         if isinstance(message, Open):
-            self._learn(message.step, message.samples)
+            self._learn(message.step, message.counted)
         if isinstance(message, Done):
             self._take_report(message.line, lane, sender, message.round, now)
             return
@@ -811,7 +934,7 @@ class GridNode:
             lane.led[newest] = _Wait(now)
             lane.remember("reports", newest, lane.led[newest], self.options.rounds_in_flight)
             for peer in lane.others(self.name):
-                self._pass(lane, peer, Open(self.stamp, number, newest, self.pace.step, self.pace.samples))
+                self._pass(lane, peer, Open(self.stamp, number, newest, self.pace.step, self.counted))
             self._hear_of(number, lane, newest, now)
 
     # ---- configurations ----
@@ -828,11 +951,14 @@ class GridNode:
             self._adopt(config, now)
 
     def _adopt(self, config: Config, now: float) -> None:
+        new_master = config is not self._first and config.number != self.stamp[0]
         self.config = config
         if config.number > self.number:
             self.number, self.voted = config.number, ""
         self._votes, self._abstained, self._attempts = set(), set(), 0
-        self._learn(config.step, config.samples)
+        self._learn(config.step, config.counted)
+        if new_master:
+            self._obey_new_master(now)
         self._sums = []
         all_lines = lines(config.members, self.options.dimensions)
         mine = lines_of(config.members, self.options.dimensions).get(self.name, [])
@@ -865,7 +991,7 @@ class GridNode:
     def _issue(self, number: int, version: int, members: Iterable[str], final: str, now: float) -> None:
         present = [name for name in dict.fromkeys(members) if name not in self.dead]
         placed = rearranged(self._members(), present, self.options.dimensions)
-        config = Config(number, self.name, version, placed, self.pace.step, self.pace.samples, final)
+        config = Config(number, self.name, version, placed, self.pace.step, self.counted, final)
         for name in placed:
             if name != self.name:
                 self._send(name, config)
@@ -886,6 +1012,11 @@ class GridNode:
             self._despair()
             return
         if self.is_master:
+            if peer in self._awaited:
+                self._awaited.discard(peer)
+                self._open_ledger(now)
+            elif not self._awaited:
+                self._hand_out(self.pace.lose(peer))
             if peer in self._members():
                 self._configure(self._members(), now)
             return
@@ -946,10 +1077,10 @@ class GridNode:
             if self.config is not None and self.config.master in self.dead:
                 self._await_election()
         abstains = self.config is None
-        self._send(candidate, Vote(self.number, granted, abstains, self.pace.step, self.pace.samples))
+        self._send(candidate, Vote(self.number, granted, abstains, self.pace.step, self.counted))
 
     def _take_vote(self, voter: str, vote: Vote, now: float) -> None:
-        self._learn(vote.step, vote.samples)
+        self._learn(vote.step, vote.counted)
         if vote.number > self.number:
             self.number, self.voted = vote.number, ""
             self._votes = set()
@@ -1017,6 +1148,8 @@ class GridNode:
         self._do(*self.pace.finish(self.config.final))
 
     def check(self) -> None:
+        if self.is_master and not self._awaited:
+            self.pace.ledger.check()
         if self.stamp < self._obeyed:
             raise InvariantBroken(f"{self.name} went back from configuration {self._obeyed} to {self.stamp}")
         self._obeyed = self.stamp

@@ -21,7 +21,6 @@ from typing import Any
 from tether.errors import InvariantBroken
 from tether.machine import (
     CancelTimer,
-    Compute,
     Effect,
     Event,
     GradientReady,
@@ -39,6 +38,7 @@ from tether.machine import (
     TimerFired,
 )
 from tether.protocols.base import Pace
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 
 #: a learner tells what it has done so often
 TELL_SECONDS = 0.05
@@ -50,7 +50,6 @@ class Tally(Message, frozen=True):
     """Learner to hub: the steps it has made since it last told; `last` if it has halted."""
 
     steps: int
-    samples: int
     last: bool = False
 
 
@@ -61,12 +60,12 @@ class Halt(Message, frozen=True):
 class InlineLearner:
     """Steps on the shared vector."""
 
-    def __init__(self, seat: Seat, rate: float) -> None:
+    def __init__(self, seat: Seat, step: Step) -> None:
         self.seat = seat
-        self.rate = rate
+        self._step = step
         self.halted = False
+        self.portion = Portion(seat, lambda more: [Send("hub", more)])
         self._steps = 0
-        self._samples = 0
         self._told_at = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -75,20 +74,24 @@ class InlineLearner:
         match event:
             case Started():
                 self._told_at = now
-                return [Compute()]
-            case GradientReady(samples=samples):
+                return self.portion.compute()
+            case GradientReady():
                 self._steps += 1
-                self._samples += samples
-                tell = self._tell(now) if now - self._told_at >= TELL_SECONDS else []
-                return [Step(rate=self.rate), *tell, Compute()]
+                compute = self.portion.compute()
+                tell = self._tell(now) if self.portion.idle or now - self._told_at >= TELL_SECONDS else []
+                return [self._step, *tell, *compute]
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
             case Received(message=Halt()):
                 self.halted = True
                 return self._tell(now)
         return []
 
     def _tell(self, now: float) -> list[Effect]:
-        tally = Tally(self._steps, self._samples, self.halted)
-        self._steps, self._samples, self._told_at = 0, 0, now
+        tally = Tally(self._steps, self.halted)
+        self._steps, self._told_at = 0, now
         return [Send("hub", tally)]
 
     def check(self) -> None:
@@ -101,7 +104,7 @@ class InlineHub:
 
     def __init__(self, seat: Seat) -> None:
         self.seat = seat
-        self.pace = Pace(seat.schedule)
+        self.pace = Pace(seat)
         self.running: set[str] = set()
         #: why the run is ending
         self.ending = ""
@@ -112,11 +115,15 @@ class InlineHub:
         match event:
             case Started(members=members):
                 self.running = {worker for worker in self.seat.workers if worker in members}
+                self.pace.begin(members)
+            case Received(sender=worker, message=More() | Returned() as message):
+                return [] if self.ending else self.pace.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.running.add(peer)
+                self.pace.join(peer)
                 return [Send(peer, Halt())] if self.ending else []
             case PeerLost(peer=peer):
-                return self._without(peer)
+                return [*self.pace.lose(peer), *self._without(peer)]
             case Received(sender=sender, message=Tally() as tally):
                 return self._count(sender, tally, now)
             case StopRequested(reason=reason) if not self.ending:
@@ -129,16 +136,12 @@ class InlineHub:
         workers = max(1, len(self.running))
         row: dict[str, Any] = {"learner": sender, "steps": tally.steps, "workers": workers}
         effects: list[Effect] = [Record(row)] if tally.steps else []
-        steps = self.pace.whole_steps(tally.steps, workers)
-        if self.ending:
-            self.pace.step = min(self.pace.schedule.steps, self.pace.step + steps)
-            self.pace.samples += tally.samples
-        elif steps >= self.pace.steps_left:
-            self.pace.step = self.pace.schedule.steps
-            self.pace.samples += tally.samples
-            effects += self._halt("all steps made")
-        else:
-            effects += self.pace.advance(steps, tally.samples, now)
+        self.pace.ledger.count(sender, tally.steps)
+        self.pace.tally(tally.steps, workers)
+        if self.pace.complete and not self.ending:
+            effects += self._halt(self.pace.reason())
+        elif not self.ending:
+            effects += self.pace.advance(0, workers, now)
         return effects + (self._without(sender) if tally.last else [])
 
     def _halt(self, reason: str) -> list[Effect]:
@@ -154,5 +157,6 @@ class InlineHub:
         return []
 
     def check(self) -> None:
+        self.pace.ledger.check()
         if self.pace.over and not self.ending:
             raise InvariantBroken("the run is over without a reason")

@@ -5,7 +5,7 @@ shard round a cycle of its own:
 
 1. Broadcast: the projected joint shard goes to all workers, where it becomes the new target by a swap.
 2. Reduction: having it, a worker contributes a copy of its own shard, weighted by the steps tau it has made since its
-   last contribution of that shard (equation 9). One that has made too few contributes when it has made enough.
+   last contribution of that shard (equation 9).
 3. Preparation: the hub blends the mean into its shard, x <- (1 - beta) x + beta R (equation 8), follows how it moves,
    v <- delta v + (1 - delta) (x_t - x_t-1) (equation 4), and projects it, x* = x + gamma v (equation 5).
 
@@ -25,16 +25,31 @@ How many steps are enough: one, where exchanges cost no more than time on the ne
 processors with training would exchange at almost every step and train at half their speed; there a worker makes as many
 as keep what its exchanges cost below a share of what its gradients take. The paper's cycles last 12 to 108 steps.
 
-A worker begins when it has every shard, so one that comes late begins with the joint model, like all. One that dies is
-left out of the reductions under way.
+Nobody waits for a straggler (section 4.6). A worker that has made too few steps contributes when it has made enough, so
+that a fast network does not circulate unchanged shards without end, but at the latest when the usual worker would have
+made them: the hub sees everybody's speed in the steps they tell, and tells all the median. A slow worker then
+contributes what it has, with weight 0 if that is nothing. As long as nobody has made a step, all wait longer each time.
 
-Invariants: every shard is in one place, ready or under way; no more are under way than there are phases; a worker's
-contributions of one shard add up to the steps it has made.
+A worker that does not answer at all, because it is paused or cut off, is left out: a shard that takes several times as
+long as it usually does closes with what has come, and the hub asks those that are missing whether they are there. They
+take part again as soon as they answer; later, the more often they answered and were missing again, as where the process
+that brings a worker its values is paused and not the worker. What they made meanwhile counts as no more than a usual
+contribution.
+
+A worker tells how many steps it has made in all, and the hub counts those that are new in each shard. So a contribution
+that came too late is not lost: the next one tells of its steps as well.
+
+The workers of a new run begin at once, since the seed or the checkpoint gives all of them the hub's model. One that
+comes later begins when it has every shard, with the joint model. One that dies is left out of the reductions under way.
+
+Invariants: every shard is in one place, ready or under way; no more are under way than there are phases; of each shard,
+the new steps of a worker's contributions add up to the steps it has told.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,7 +62,6 @@ from tether.machine import (
     Blend,
     Broadcast,
     Broadcasted,
-    Compute,
     Effect,
     Event,
     GradientReady,
@@ -56,21 +70,41 @@ from tether.machine import (
     Message,
     PeerJoined,
     PeerLost,
+    Received,
     Record,
     Reduce,
     Reduced,
     Seat,
+    Send,
+    SetTimer,
     Started,
     Step,
     StopRequested,
+    TimerFired,
     snapshot,
     stream_of,
 )
 from tether.protocols.base import Options, Pace, option
+from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 from tether.vector import shards
 
-#: more would be told of as closed too late (see `tether.runtimes.collectives`)
 SHARDS_MAX = 16
+#: the share of the way to the joint model that the automatic alpha makes in a cycle
+PULL = 0.2
+#: schedules unless given: those of the paper, or these shares of a run for which they are too long
+FREE_STEPS, FREE_SHARE = 20, 0.05
+SETTLE_STEPS, SETTLE_SHARE = 200, 0.2
+RAMP_CYCLES, RAMP_SHARE = 20, 0.2
+#: what is measured of the workers fades by this factor with every cycle
+FADING = 0.9
+#: how much longer all wait each time, as long as nobody has made a step
+LULL_GROWTH = 4
+#: a worker's contribution may be so much later than that of the usual one
+ROOM = 1.1
+#: a shard is overdue after so many times what its cycle usually takes, and the longer the more often that was wrong
+PATIENCE = 4.0
+#: a cycle counts as at least so long when it is judged whether a shard is overdue
+CYCLE_SECONDS_MIN = 0.05
 
 
 class Projected(Message, frozen=True):
@@ -79,7 +113,17 @@ class Projected(Message, frozen=True):
     shard: int
     cycle: int
     alpha: float
+    #: what a step takes the usual worker; 0 if that is not known yet
+    step_seconds: float
     values: Tensor
+
+
+class AreYouThere(Message, frozen=True):
+    """Hub to a worker that was missing in a reduction."""
+
+
+class Here(Message, frozen=True):
+    """Worker to hub: it is there, and takes part again."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +131,11 @@ class Mpca(Options):
     """Workers never stop: shards of the joint model circulate, and every step pulls a worker towards them."""
 
     phases: Literal[1, 2, 3] = option(3, "shards under way at a time: broadcast, reduced, prepared")
-    alpha: float = option(0.05, "pull towards the projected joint model at every step")
+    alpha: float | Literal["auto"] = option(
+        "auto",
+        "pull towards the projected joint model at every step; 'auto': so much that the steps of a cycle, as measured, "
+        "make a fifth of the way. The paper has 0.05, and 0.005 where a cycle is 100 steps",
+    )
     beta: float = option(0.9, "share of the joint model that a reduction replaces")
     gamma: float = option(0.7, "how many cycles ahead the joint model is projected")
     delta: float = option(0.8, "how slowly the joint model's trajectory follows its changes")
@@ -99,22 +147,28 @@ class Mpca(Options):
     exchange_share: float = option(
         0.02, "how much of a worker's time its exchanges may take from training on the same processors"
     )
-    alpha_start: float = option(0.5, "the first pull, from which alpha decays to its target")
-    free_steps: int = option(20, "steps without any pull at the beginning")
-    settle_steps: int = option(200, "steps in which alpha decays from alpha_start to its target")
-    beta_cycles: int = option(20, "cycles in which beta falls from 1 to its target")
-    gamma_cycles: int = option(20, "cycles in which gamma grows from 0 to its target")
+    alpha_start: float = option(0.5, "the first pull, from which a given alpha decays to its target")
+    free_steps: int | None = option(None, "steps without any pull at the beginning; none: 20, or 5 % of a short run")
+    settle_steps: int | None = option(
+        None, "steps in which alpha decays from alpha_start to its target; none: 200, or 20 % of a short run"
+    )
+    beta_cycles: int | None = option(
+        None, "cycles in which beta falls from 1 to its target; none: 20, or as many as 20 % of a short run has"
+    )
+    gamma_cycles: int | None = option(
+        None, "cycles in which gamma grows from 0 to its target; none: 20, or as many as 20 % of a short run has"
+    )
 
     name = "mpca"
     summary = "workers never stop; shards of the projected joint model circulate and pull (MPCA SGD)"
-    messages = (Projected,)
+    messages = (Projected, AreYouThere, Here)
     collective = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("alpha", "alpha_start"):
-            if not 0 < getattr(self, name) < 1:
-                raise UsageError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
+            if (value := getattr(self, name)) != "auto" and not 0 < value < 1:
+                raise UsageError(f"{name} must be between 0 and 1, not {value}")
         if not 0 < self.beta <= 1:
             raise UsageError(f"beta must be above 0 and at most 1, not {self.beta}")
         if not 0 <= self.delta < 1:
@@ -122,8 +176,8 @@ class Mpca(Options):
         if not 0 <= self.gamma <= 10:
             raise UsageError(f"gamma must be within 0 and 10, not {self.gamma}: it counts cycles to look ahead")
         for name in ("free_steps", "settle_steps", "beta_cycles", "gamma_cycles"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{name} cannot be negative: {getattr(self, name)}")
+            if (value := getattr(self, name)) is not None and value < 0:
+                raise UsageError(f"{name} cannot be negative: {value}")
         if not 0 < self.exchange_share <= 1:
             raise UsageError(f"exchange_share must be above 0 and at most 1, not {self.exchange_share}")
         if self.shards is not None and not self.phases <= self.shards <= SHARDS_MAX:
@@ -148,22 +202,37 @@ class Mpca(Options):
         buffers = slice(seat.parameter_count, len(seat.weights))
         return [*parts, buffers] if buffers.start < buffers.stop else parts
 
-    def alpha_at(self, step: int) -> float:
-        """0, then `alpha_start` decayed by a constant factor per step, then the target."""
-        settled = step - self.free_steps
+    def alpha_at(self, step: int, steps: int, tau: float) -> float:
+        """The pull at a step of so many, where a cycle has `tau` steps.
+
+        0 at first. Then a given alpha decays from `alpha_start` to its target by a constant factor per step. The
+        automatic one makes, over the steps of a cycle, the share `PULL` of the way: 1 - (1 - alpha)^tau.
+        """
+        free = self.free_steps if self.free_steps is not None else min(FREE_STEPS, FREE_SHARE * steps)
+        settle = self.settle_steps if self.settle_steps is not None else min(SETTLE_STEPS, SETTLE_SHARE * steps)
+        settled = step - free
         if settled < 0:
             return 0.0
-        if settled >= self.settle_steps or self.alpha >= self.alpha_start:
+        if self.alpha == "auto":
+            return float(1 - (1 - PULL) ** (1 / max(1.0, tau))) if tau else 0.0
+        if settled >= settle or self.alpha >= self.alpha_start:
             return self.alpha
-        return float(self.alpha_start * (self.alpha / self.alpha_start) ** (settled / self.settle_steps))
+        return float(self.alpha_start * (self.alpha / self.alpha_start) ** (settled / settle))
 
-    def beta_at(self, cycle: int) -> float:
-        """From 1 to the target by a constant factor per cycle."""
-        return float(self.beta ** (cycle / self.beta_cycles)) if cycle < self.beta_cycles else self.beta
+    def beta_at(self, cycle: int, done: float) -> float:
+        """From 1 to the target by a constant factor per cycle; `done` is the share of the run that is made."""
+        return float(self.beta ** _ramp(cycle, self.beta_cycles, done))
 
-    def gamma_at(self, cycle: int) -> float:
+    def gamma_at(self, cycle: int, done: float) -> float:
         """From 0 to the target by as much per cycle."""
-        return self.gamma * cycle / self.gamma_cycles if cycle < self.gamma_cycles else self.gamma
+        return self.gamma * _ramp(cycle, self.gamma_cycles, done)
+
+
+def _ramp(cycle: int, cycles: int | None, done: float) -> float:
+    """How far a schedule is on its way from 0 to 1."""
+    if cycles is not None:
+        return min(1.0, cycle / cycles) if cycles else 1.0
+    return min(1.0, max(cycle / RAMP_CYCLES, done / RAMP_SHARE))
 
 
 @dataclass
@@ -172,6 +241,27 @@ class _Flight:
 
     shard: int
     since: float
+    members: tuple[str, ...]
+    #: it took too long, and closes with what has come
+    overdue: bool = False
+
+
+@dataclass
+class _Rhythm:
+    """How a worker steps, over its latest cycles."""
+
+    steps: float = 0.0
+    cycles: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, steps: int, seconds: float) -> None:
+        self.steps = FADING * self.steps + steps
+        self.cycles = FADING * self.cycles + 1
+        self.seconds = FADING * self.seconds + seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.seconds / self.steps if self.steps else math.inf
 
 
 class MpcaHub:
@@ -180,8 +270,13 @@ class MpcaHub:
     def __init__(self, seat: Seat, options: Mpca) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule, self._state)
+        self.pace = Pace(seat, self._state)
         self.present: list[str] = []
+        #: of those present, who did not answer lately
+        self.silent: set[str] = set()
+        #: how often each was missing since its last contribution, and until when it is left out for that
+        self._misses: dict[str, int] = {}
+        self._left_out: dict[str, float] = {}
         self._cut = options.cut(seat)
         self.ready = deque(range(len(self._cut)))
         self._under_way: dict[str, _Flight] = {}
@@ -192,8 +287,17 @@ class MpcaHub:
         velocity = restored.get("velocity", torch.zeros_like(seat.weights))
         self._velocity = [velocity[part].clone() for part in self._cut]
         self._projected: list[Tensor] = []
-        #: gradients in each shard's reductions that are not in those of every shard yet
-        self._reduced = [0] * len(self._cut)
+        #: of each shard: the steps of each worker in its reductions
+        self._told: list[dict[str, int]] = [{} for _ in self._cut]
+        #: the steps of each worker that count: those in the reductions of every shard
+        self._counted: dict[str, int] = {}
+        #: of each shard: what a cycle usually takes, and the patience with it
+        self._usual_seconds = [0.0] * len(self._cut)
+        self._patience = [PATIENCE] * len(self._cut)
+        self._rhythms: dict[str, _Rhythm] = {}
+        self._measured_at = 0.0
+        #: how long all wait for the first step of anybody
+        self._lull_seconds = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
@@ -201,15 +305,33 @@ class MpcaHub:
         match event:
             case Started(members=members):
                 self.present = [worker for worker in self.seat.workers if worker in members]
+                self.pace.begin(members)
                 self._projected = [self.seat.weights[part].clone() for part in self._cut]
+                self._measured_at = now
                 return self._launch(now)
-            case Reduced():
+            case Reduced(tag=tag) if tag in self._under_way:
                 return self._close(event, now)
+            case TimerFired(name=stream):
+                return self._give_up(stream)
+            case Received(sender=worker, message=Here()):
+                self.silent.discard(worker)
+                if (misses := self._misses.get(worker, 0)) > 1:
+                    self._left_out[worker] = now + PATIENCE**misses * max(self._usual_seconds)
+                return self._launch(now)
+            case Received(sender=worker, message=More() | Returned() as message):
+                return self.pace.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
+                self.pace.join(peer)
                 return self._launch(now)
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
+                self.silent.discard(peer)
+                for known in (self._misses, self._left_out, self._rhythms, self._counted):
+                    known.pop(peer, None)
+                for told in self._told:
+                    told.pop(peer, None)
+                return self.pace.lose(peer)
             case StopRequested(reason=reason):
                 return self.pace.finish(reason)
         return []
@@ -217,16 +339,20 @@ class MpcaHub:
     def _launch(self, now: float) -> list[Effect]:
         """Send off the shards that are ready, as many as may be under way."""
         effects: list[Effect] = []
-        while self.present and (shard := self._next()) is not None:
+        answering = [worker for worker in self.present if worker not in self.silent]
+        trusted = [worker for worker in answering if self._left_out.get(worker, now) <= now]
+        members = ("hub", *(trusted or answering))
+        while len(members) > 1 and (shard := self._next()) is not None:
             self.ready.remove(shard)
-            cycle, members = self.cycles[shard], ("hub", *self.present)
+            cycle = self.cycles[shard]
             tag = tag_of(shard, cycle)
-            self._under_way[tag] = _Flight(shard, now)
-            alpha = self.options.alpha_at(self.pace.step)
-            effects += [
-                Broadcast(stream_of(tag), members, Projected(shard, cycle, alpha, self._projected[shard])),
-                Reduce(tag, members),
-            ]
+            self._under_way[tag] = _Flight(shard, now, members)
+            alpha = self._alpha()
+            projected = Projected(shard, cycle, alpha, self._step_seconds(), self._projected[shard])
+            effects += [Broadcast(stream_of(tag), members, projected), Reduce(tag, members)]
+            if usual := self._usual_seconds[shard]:
+                limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + projected.step_seconds
+                effects.append(SetTimer(stream_of(tag), limit))
         return effects
 
     def _next(self) -> int | None:
@@ -237,47 +363,106 @@ class MpcaHub:
     def _is_buffers(self, shard: int) -> bool:
         return bool(self._cut[shard].start == self.seat.parameter_count)
 
+    def _give_up(self, stream: str) -> list[Effect]:
+        """Have a shard that is overdue closed with what has come."""
+        for tag, flight in self._under_way.items():
+            if stream_of(tag) == stream:
+                flight.overdue = True
+                self._patience[flight.shard] *= 2
+                return [Reduce(tag, ("hub",))]
+        return []
+
     def _close(self, reduced: Reduced, now: float) -> list[Effect]:
         flight = self._under_way.pop(reduced.tag)
         shard, cycle = flight.shard, self.cycles[flight.shard]
+        seconds = now - flight.since
         effects: list[Effect] = []
+        if flight.overdue:
+            effects = self._ask_missing(flight, reduced.contributors)
+        else:
+            fading = FADING * self._usual_seconds[shard] + (1 - FADING) * seconds
+            self._usual_seconds[shard] = max(seconds, fading)
+            self._patience[shard] = PATIENCE
+        for worker in reduced.contributors:
+            self._misses.pop(worker, None)
+        taus = self._new_steps(shard, reduced)
+        self._measure(shard, dict(zip(reduced.contributors, taus, strict=True)), seconds, now)
         if reduced.total is not None and reduced.weight > 0:
             row = Record(
                 {
                     "shard": shard,
                     "cycle": cycle,
-                    "cycle_seconds": now - flight.since,
-                    "alpha": self.options.alpha_at(self.pace.step),
-                    "beta": self.options.beta_at(cycle),
-                    "gamma": self.options.gamma_at(cycle),
-                    "tau": sum(reduced.steps) / len(reduced.steps),
-                    "taus": list(reduced.steps),
+                    "cycle_seconds": seconds,
+                    "alpha": self._alpha(),
+                    "beta": self.options.beta_at(cycle, self._done()),
+                    "gamma": self.options.gamma_at(cycle, self._done()),
+                    "tau": sum(taus) / len(taus),
+                    "taus": taus,
                     "workers": len(reduced.contributors),
                 }
             )
-            effects = [Install(self._prepare(shard, reduced.total / reduced.weight), self._cut[shard].start), row]
+            effects += [Install(self._prepare(shard, reduced.total / reduced.weight), self._cut[shard].start), row]
         self.cycles[shard] += 1
         self.ready.append(shard)
-        self._reduced[shard] += sum(reduced.steps)
         effects += self._count(now)
         return effects if self.pace.over else effects + self._launch(now)
 
+    def _ask_missing(self, flight: _Flight, contributors: tuple[str, ...]) -> list[Effect]:
+        """Leave out those that were missing in a reduction until they answer."""
+        missing = [worker for worker in flight.members[1:] if worker in self.present and worker not in contributors]
+        asked = [worker for worker in missing if worker not in self.silent]
+        self.silent.update(asked)
+        self._misses |= {worker: self._misses.get(worker, 0) + 1 for worker in asked}
+        return [Send(worker, AreYouThere()) for worker in asked]
+
+    def _new_steps(self, shard: int, reduced: Reduced) -> list[int]:
+        """The steps of each contributor that are in a reduction of this shard for the first time."""
+        told = self._told[shard]
+        new = [steps - told.get(name, 0) for name, steps in zip(reduced.contributors, reduced.steps, strict=True)]
+        told |= dict(zip(reduced.contributors, reduced.steps, strict=True))
+        return new
+
+    def _measure(self, shard: int, taus: dict[str, int], seconds: float, now: float) -> None:
+        """Follow how fast the workers step; once in a cycle, in which every shard has its turn."""
+        self._lull_seconds = 0.0 if any(taus.values()) else max(LULL_GROWTH * self._lull_seconds, seconds)
+        if shard == 0:
+            for worker in self.present:
+                self._rhythms.setdefault(worker, _Rhythm()).add(taus.get(worker, 0), now - self._measured_at)
+            self._measured_at = now
+
+    def _alpha(self) -> float:
+        taus = [rhythm.steps / rhythm.cycles for rhythm in self._rhythms.values()]
+        return self.options.alpha_at(self.pace.step, self.seat.schedule.steps, statistics.median(taus) if taus else 0.0)
+
+    def _done(self) -> float:
+        """The share of the run that is made."""
+        return self.pace.step / self.seat.schedule.steps
+
+    def _step_seconds(self) -> float:
+        """What a step takes the usual worker, and somewhat more, so that it is never cut short."""
+        known = [rhythm.step_seconds for rhythm in self._rhythms.values()]
+        usual = statistics.median_low(known) if known else math.inf
+        return max(ROOM * usual if usual < math.inf else 0.0, self._lull_seconds)
+
     def _count(self, now: float) -> list[Effect]:
         """A gradient counts once every shard has been reduced after it."""
-        gradients = min(self._reduced)
-        self._reduced = [reduced - gradients for reduced in self._reduced]
-        samples = gradients * self.seat.schedule.batch_size
-        workers = max(1, len(self.present))
-        return self.pace.advance_gradients(gradients, workers, samples, now) if gradients else []
+        gradients = 0
+        for worker in self.present:
+            new = min(told.get(worker, 0) for told in self._told) - self._counted.get(worker, 0)
+            if new:
+                self._counted[worker] = self._counted.get(worker, 0) + new
+                self.pace.ledger.count(worker, new)
+                gradients += new
+        return self.pace.advance(gradients, max(1, len(self.present)), now) if gradients else []
 
     def _prepare(self, shard: int, mean: Tensor) -> Tensor:
         """The joint shard after a reduction; its projection is kept for the next broadcast."""
         options, cycle, part = self.options, self.cycles[shard], self._cut[shard]
         joint = self.seat.weights[part]
-        change = (mean - joint).mul_(options.beta_at(cycle))
+        change = (mean - joint).mul_(options.beta_at(cycle, self._done()))
         velocity = self._velocity[shard].mul_(options.delta).add_(change, alpha=1 - options.delta)
         moved = change.add_(joint)
-        gamma = 0.0 if self._is_buffers(shard) else options.gamma_at(cycle)
+        gamma = 0.0 if self._is_buffers(shard) else options.gamma_at(cycle, self._done())
         projected = self.seat.empty(len(moved), dtype=moved.dtype)
         self._projected[shard] = torch.add(moved, velocity, alpha=gamma, out=projected)
         return moved
@@ -294,6 +479,7 @@ class MpcaHub:
             raise InvariantBroken(f"not every shard is in one place: {places}")
         if len(set(self.present)) != len(self.present):
             raise InvariantBroken(f"a worker is present twice: {self.present}")
+        self.pace.ledger.check()
 
 
 class MpcaWorker:
@@ -303,13 +489,17 @@ class MpcaWorker:
         self.seat = seat
         self.options = options
         self.running = False
+        self.portion = Portion(seat, lambda more: [Send("hub", more)])
         self.alpha = 0.0
         self._cut = options.cut(seat)
         self._targets: list[Tensor | None] = [None] * len(self._cut)
-        #: steps since each shard's last contribution, and how many it takes for the next
+        #: of each shard: the last cycle, when it was contributed last, and the steps since then
+        self._cycles: list[int | None] = [None] * len(self._cut)
+        self._given_at = [0.0] * len(self._cut)
         self.taus = [0] * len(self._cut)
+        #: how many steps it takes for the next contribution
         self.least = 1
-        self._steps = 0
+        self.steps = 0
         self._contributions = 0
         self._compute_seconds = 0.0
         self._exchange_seconds = 0.0
@@ -318,54 +508,76 @@ class MpcaWorker:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         match event:
+            case Started():
+                return self._start(now)
             case Broadcasted(members=members, message=Projected() as projected):
-                return self._take(projected, members)
+                return self._take(projected, members, now)
             case GradientReady(gradient=gradient):
                 self._count(event)
-                contributions = [e for shard in sorted(self._awaited) for e in self._contribute(shard)]
+                due = [shard for shard in sorted(self._awaited) if self.taus[shard] >= self.least]
+                contributions = [self._contribute(shard, now) for shard in due]
                 if self.options.penalty == "gradient":
-                    return [Step(self._tilted(gradient)), *contributions, self._compute()]
-                return [Step(), *contributions, *self._displace(), self._compute()]
+                    return [Step(self._tilted(gradient)), *contributions, *self._compute()]
+                return [Step(), *contributions, *self._displace(), *self._compute()]
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
+            case TimerFired(name=stream):
+                late = [shard for shard, reduction in self._awaited.items() if stream_of(reduction.tag) == stream]
+                return [self._contribute(shard, now) for shard in late]
+            case Received(message=AreYouThere()):
+                return [Send("hub", Here())]
         return []
 
-    def _compute(self) -> Compute:
-        return Compute("flat" if self.options.penalty == "gradient" else "step")
+    def _start(self, now: float) -> list[Effect]:
+        """Begin at once with the model that all begin with, unless the others have begun long ago."""
+        self._given_at = [now] * len(self._cut)
+        if self.seat.node.life > 1:
+            return []
+        self.running = True
+        return self._compute()
 
-    def _take(self, projected: Projected, members: tuple[str, ...]) -> list[Effect]:
-        shard = projected.shard
+    def _compute(self) -> list[Effect]:
+        return self.portion.compute("flat" if self.options.penalty == "gradient" else "step")
+
+    def _take(self, projected: Projected, members: tuple[str, ...], now: float) -> list[Effect]:
+        shard, last = projected.shard, self._cycles[projected.shard]
         self._targets[shard] = projected.values
+        self._cycles[shard] = projected.cycle
         self.alpha = projected.alpha
-        part = self._cut[shard]
-        reduction = Reduce(tag_of(shard, projected.cycle), members, snapshot(part.start, part.stop))
-        self._awaited[shard] = reduction
-        effects = self._contribute(shard)
-        if self.running:
-            return effects
+        part, tag = self._cut[shard], tag_of(shard, projected.cycle)
+        self._awaited[shard] = Reduce(tag, members, snapshot(part.start, part.stop))
+        if last is not None and projected.cycle > last + 1:  # the others went on without it
+            self.taus[shard] = min(self.taus[shard], self.least)
+        left = self._given_at[shard] + self.least * projected.step_seconds - now
+        if self.running and self.taus[shard] < self.least and left > 0:
+            effects: list[Effect] = [SetTimer(stream_of(tag), left)]
+        else:
+            effects = [self._contribute(shard, now)]
         targets = [target for target in self._targets if target is not None]
-        if len(targets) == len(self._cut):
+        if not self.running and len(targets) == len(self._cut):
             self.running = True
-            effects += [Install(torch.cat(targets)), self._compute()]
+            effects += [Install(torch.cat(targets)), *self._compute()]
         return effects
 
     def _count(self, ready: GradientReady) -> None:
-        self._steps += 1
+        self.steps += 1
         self.taus = [tau + 1 for tau in self.taus]
         self._compute_seconds += ready.seconds
         self._exchange_seconds += ready.exchange_seconds
         if self._contributions and self._compute_seconds:
             cycle = self._exchange_seconds * len(self._cut) / self._contributions
-            allowed = self.options.exchange_share * self._compute_seconds / self._steps
+            allowed = self.options.exchange_share * self._compute_seconds / self.steps
             self.least = max(1, math.ceil(cycle / allowed))
 
-    def _contribute(self, shard: int) -> list[Effect]:
-        """The awaited contribution of a shard, if there are steps enough in it; one that has not begun has nothing."""
-        if self.running and self.taus[shard] < self.least:
-            return []
-        reduction, steps = self._awaited.pop(shard), self.taus[shard]
-        self.taus[shard] = 0
+    def _contribute(self, shard: int, now: float) -> Reduce:
+        """The awaited contribution of a shard, with the steps that it has."""
+        reduction, tau = self._awaited.pop(shard), self.taus[shard]
+        self.taus[shard], self._given_at[shard] = 0, now
         self._contributions += 1
-        weight = float(steps) if self.options.weighted else float(steps > 0)
-        return [Reduce(reduction.tag, reduction.members, reduction.values, weight, steps)]
+        weight = float(tau) if self.options.weighted else float(tau > 0)
+        return Reduce(reduction.tag, reduction.members, reduction.values, weight, self.steps)
 
     def _displace(self) -> list[Effect]:
         """Equation 7."""

@@ -5,12 +5,16 @@ one mini-batch and pushes it with the clock of the weights it was taken at; its 
 that. The optimizer runs at the hub, on the flat vector, with the mean of the gradients collected for an update:
 
 - hard (equation 3): one gradient of every learner present, all of the current clock. Staleness is always zero, and
-  lambda learners of mini-batch mu equal one learner of mini-batch lambda*mu (equation 7).
+  lambda learners of mini-batch mu equal one learner of mini-batch lambda*mu (equation 7) at the rate it is given here.
 - soft (equation 5): any c = floor(lambda/n) gradients. The average staleness comes out as n.
 - async (equation 4): every gradient at once, which is soft with n = lambda.
 
-Learning rate: sqrt(lambda*mu/B) in hardsync, B being the batch size it was chosen for; 1/n in softsync (equation 6);
-or by the average staleness of each update (equation 2), or for each gradient by its own (footnote 3).
+Learning rate: in hardsync times sqrt(lambda*mu/B), B being the batch size it was chosen for (section 3.2): the task's
+own, mu, unless given. To compare with a learner of mini-batch lambda*mu and the same rate, `rate="none"`. Otherwise
+it is the task's own, and momentum, where the optimizer has it, is lessened by the average staleness of the update
+(equation 2), with the rate: of momentum m and s = 1 + staleness, m^s is left and the rate is divided by the root of s.
+From s = 8 on all rates fall with 1/s, as the paper's do. ARCHITECTURE.md has the figures. The paper's 1/n (equation 6)
+remains a choice, as do the average staleness itself and that of each gradient (footnote 3).
 
 Architectures (section 3.3). In a star the learners talk to the hub. In a tree (Rudra-adv) they talk to an aggregator
 on their own host, which sends the mean of what it has collected upwards as one push and answers when it is answered,
@@ -28,6 +32,8 @@ is at most what is recorded. A learner goes on while a push is unanswered, or tw
 
 Downpour: a learner pushes the sum of `push_every` gradients, pulls every `pull_every` steps and steps by itself
 meanwhile.
+
+Several hubs (`tether.protocols.parts`): each has a part of the vector, and learners talk to all of them.
 
 Rows: where every push is stepped with by itself it has only the touched rows of embeddings (`tether.rows`).
 
@@ -48,25 +54,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
-import msgspec
 from torch import Tensor
 
 from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
     Broadcast,
     Broadcasted,
-    Compute,
     Effect,
     Event,
     Fail,
     GradientReady,
     Install,
     Machine,
-    Message,
     Node,
     PeerJoined,
     PeerLost,
@@ -83,6 +86,22 @@ from tether.machine import (
 )
 from tether.protocols.base import Options, Pace, option
 from tether.protocols.inline import Halt, InlineHub, InlineLearner, Tally
+from tether.protocols.ledger import Lease, More, Recall, Returned
+from tether.protocols.parts import Gathering, Give, Part, PartedLearner, PartHub, Round, parts
+from tether.protocols.pushes import (
+    Current,
+    Got,
+    Mark,
+    Pull,
+    Push,
+    PushLog,
+    Refused,
+    Sum,
+    Weights,
+    dealing,
+    portion,
+    refuse,
+)
 
 #: a downcast waits for the last one to arrive everywhere, but not for longer than so many gradients of each learner:
 #: a learner that stands still must not freeze the weights of all
@@ -90,66 +109,14 @@ DOWNCAST_PATIENCE = 4
 #: how many pushes of a learner that shares the hub's weights may be unanswered: it need not wait for the hub, and does
 #: not run away from it
 UNANSWERED_MAX = 2
-
-
-class Pull(Message, frozen=True):
-    """Upwards: I have weights of this clock (-1: none), for a vector of that length."""
-
-    have: int
-    length: int
-
-
-class Weights(Message, frozen=True):
-    """Downwards: the vector and its clock; `push` if it answers a push."""
-
-    clock: int
-    values: Tensor
-    push: bool = False
-
-
-class Current(Message, frozen=True):
-    """Downwards: there is nothing newer for you; `push` if it answers a push. `clock`: where weights do not travel."""
-
-    push: bool = False
-    clock: int = -1
-
-
-class Refused(Message, frozen=True):
-    """Downwards: you cannot take part."""
-
-    reason: str
-
-
-class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """One gradient: whose, its number there, and the clock of the weights it was taken at."""
-
-    learner: str
-    number: int
-    clock: int
-
-
-class Push(Message, frozen=True):
-    """Upwards: the mean of some gradients and of their learners' buffers. `have` asks for weights newer than that.
-
-    A gradient that nobody averages on its way may have `touched` rows.
-    """
-
-    marks: tuple[Mark, ...]
-    gradient: Tensor
-    buffers: Tensor
-    samples: int
-    have: int | None
-    touched: tuple[Tensor, ...] = ()
-
-
-class Got(Message, frozen=True):
-    """Learner to hub, with overlap: the downcast of this clock has arrived."""
-
-    clock: int
+#: up to so many asynchronous learners have the rate of one
+STALE_LEARNERS = 8
 
 
 #: what learners that share the hub's weights need of the other options
-_PLAIN = {"sync": "async", "topology": "star", "overlap": False, "push_every": 1, "pull_every": 1}
+_PLAIN = {"sync": "async", "topology": "star", "overlap": False, "push_every": 1, "pull_every": 1, "hubs": 1}
+#: learning rates that need nothing of what only the hub knows
+_INLINE_RATES = ("auto", "none", "1/n", "staleness")
 
 
 @dataclass(frozen=True)
@@ -163,18 +130,29 @@ class Server(Options):
     topology: Literal["star", "tree"] = option("star", "learners talk to the hub (star) or to aggregators (tree)")
     fan_out: int = option(8, "tree: how many below each aggregator, and below the hub")
     overlap: bool = option(False, "weights are cast down a tree of learners; pushes run beside computation")
-    rate: Literal["auto", "none", "sqrt", "1/n", "average", "gradient"] = option(
+    rate: Literal["auto", "none", "sqrt", "1/n", "average", "gradient", "staleness"] = option(
         "auto",
-        "learning rate times: 1 (none), sqrt(lambda*mu/B) (sqrt), 1/n, one over an update's average staleness "
-        "(average) or each gradient's own (gradient); auto: sqrt in hardsync, else 1/n",
+        "learning rate times: 1 (none), sqrt(lambda*mu/B) (sqrt), 1/n (in async 1/lambda), one over an update's "
+        "average staleness (average) or each gradient's own (gradient); or the task's own, but with momentum to "
+        "the power of s, and then over sqrt(s), where s is 1 + the average staleness, inline lambda "
+        "(staleness), and times 8/s where that is less than 1; auto: sqrt in hardsync, else staleness",
     )
-    reference_batch: int | None = option(None, "B: the batch size the learning rate was chosen for; none: lambda*mu")
+    reference_batch: int | None = option(
+        None,
+        "sqrt: B, the batch size the learning rate was chosen for; by default mu, the task's own, so that lambda "
+        "learners have sqrt(lambda) times its rate",
+    )
     push_every: int = option(1, "Downpour: steps between two pushes")
     pull_every: int = option(1, "Downpour: steps between two pulls; the learner steps by itself meanwhile")
     apply: Literal["server", "inline", "auto"] = option(
         "server",
         "async, on one machine: the hub steps (server), or each learner does, on weights that all share (inline); "
         "auto: inline unless a processor is left for the hub",
+    )
+    hubs: int = option(
+        1,
+        "hard and async, star: how many hubs share the work, each with a part of the vector; raise it where one hub's "
+        "link is the limit. All but the first are on hosts of learners",
     )
     consistent: bool | None = option(
         None,
@@ -184,12 +162,11 @@ class Server(Options):
 
     name = "server"
     summary = "parameter server: the hub steps with the learners' gradients (Rudra, Downpour)"
-    messages = (Pull, Weights, Current, Refused, Push, Got, Tally, Halt)
-    steps_at_hub = True
+    messages = (Pull, Weights, Current, Refused, Push, Got, Tally, Halt, Round, Give, Part)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("n", "push_every", "pull_every"):
+        for name in ("n", "push_every", "pull_every", "hubs"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.fan_out < 2:
@@ -203,8 +180,23 @@ class Server(Options):
                 "push_every and pull_every make learners go on by themselves: use them with sync='soft' or 'async' and "
                 "without overlap, which sends each gradient on its own"
             )
-
+        if self.hubs > 1:
+            self._check_hubs()
         self._check_sharing()
+
+    def _check_hubs(self) -> None:
+        if self.sync == "soft":
+            raise UsageError(f"hubs={self.hubs} is for sync='hard' or 'async': hubs would split gradients differently")
+        if self.rate == "gradient":
+            raise UsageError(
+                f"hubs={self.hubs}: use rate='average', which is the same where an update has one gradient"
+            )
+        if self.consistent is False:
+            raise UsageError(f"hubs={self.hubs} is for weights that travel, which consistent=False does without")
+        needed = {"topology": "star", "overlap": False, "push_every": 1, "pull_every": 1, "apply": "server"}
+        for name, value in (needed | {"compress": "none"}).items():
+            if getattr(self, name) != value:
+                raise UsageError(f"hubs={self.hubs} needs {name}={value!r}, not {getattr(self, name)!r}")
 
     def _check_sharing(self) -> None:
         asked = f"apply={self.apply!r}" if self.apply != "server" else "consistent=False"
@@ -215,10 +207,18 @@ class Server(Options):
                 raise UsageError(f"{asked} needs {name}={value!r}, not {getattr(self, name)!r}")
         if self.shares and self.compress != "none":
             raise UsageError(f"with {asked} nothing is sent that compress={self.compress!r} could make smaller")
-        if self.apply == "inline" and self.rate not in ("auto", "none", "1/n"):
+        if self.apply == "inline" and self.rate not in _INLINE_RATES:
             raise UsageError(f"rate={self.rate!r} goes by what the hub knows of each gradient: use apply='server'")
         if self.apply == "inline" and self.consistent:
             raise UsageError("learners that step on shared weights read what others write: use apply='server'")
+
+    @property
+    def steps_at_hub(self) -> bool:
+        return self.apply != "inline"
+
+    @property
+    def steps_at_workers(self) -> bool:
+        return not self.steps_at_hub or self.pull_every > 1
 
     @property
     def shares(self) -> bool:
@@ -229,7 +229,7 @@ class Server(Options):
         chosen = self
         if self.apply == "auto":
             crowded = processors is not None and processors <= workers
-            able = plain and self.rate in ("auto", "none", "1/n") and not self.consistent
+            able = plain and self.rate in _INLINE_RATES and not self.consistent
             chosen = replace(self, apply="inline" if crowded and able else "server")
         if chosen.apply == "server" and chosen.consistent is None and plain and processors is not None:
             chosen = replace(chosen, consistent=False)
@@ -244,26 +244,65 @@ class Server(Options):
             for overlap in (False, True)
         ]
         sharing = cls(sync="async", apply="inline"), cls(sync="async", consistent=False)
-        return *combinations, cls(sync="async", push_every=2, pull_every=3), *sharing
+        several = cls(sync="hard", hubs=3), cls(sync="async", hubs=2)
+        return *combinations, cls(sync="async", push_every=2, pull_every=3), *sharing, *several
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         if self.n > workers:
             raise UsageError(f"n must be within 1 and the number of learners, {workers}, not {self.n}")
         learners = [Node(f"worker-{i}", "worker", True, i, parent="hub") for i in range(workers)]
         if self.topology == "star":
-            return Node("hub", "hub"), *learners
+            others = [Node(f"hub-{i}", "hub", index=i, host=f"worker-{i % workers}") for i in range(1, self.hubs)]
+            return Node("hub", "hub"), *others, *learners
         return Node("hub", "hub"), *_tree(learners, self.fan_out)
 
     def machine(self, seat: Seat) -> Machine:
         if self.apply == "inline":
-            rate = 1 / len(seat.workers) if self.rate == "1/n" else 1.0
-            return InlineHub(seat) if seat.node.role == "hub" else InlineLearner(seat, rate)
+            return InlineHub(seat) if seat.node.role == "hub" else InlineLearner(seat, self._inline_step(seat))
+        hard = self.sync == "hard"
         match seat.node.role:
+            case "hub" if seat.node.index:
+                return PartHub(seat, hard, partial(self.modulation, batch_size=seat.schedule.batch_size))
             case "hub":
                 return ServerHub(seat, self)
             case "aggregator":
                 return Aggregator(seat, self)
+        if self.hubs > 1:
+            return PartedLearner(seat, hard)
         return SharingLearner(seat) if self.shares else ServerLearner(seat, self)
+
+    @property
+    def rate_rule(self) -> str:
+        """How the learning rate is changed, with what is left to be chosen chosen."""
+        if self.rate != "auto":
+            return self.rate
+        return "sqrt" if self.sync == "hard" else "staleness"
+
+    @property
+    def vital(self) -> frozenset[str]:
+        return frozenset({"hub", *(f"hub-{i}" for i in range(1, self.hubs))})
+
+    def part_of(self, node: Node) -> tuple[int, int] | None:
+        return (node.index, self.hubs) if self.hubs > 1 and node.role == "hub" else None
+
+    def modulation(self, learners: int, staleness: float, *, batch_size: int) -> tuple[float, float]:
+        """What an update multiplies the learning rate by, and the staleness that momentum is lessened by."""
+        match self.rate_rule:
+            case "sqrt":
+                return math.sqrt(learners * batch_size / (self.reference_batch or batch_size)), 0.0
+            case "1/n":
+                return 1 / (self.n if self.sync != "async" else learners), 0.0
+            case "average":
+                return 1 / max(1.0, staleness), 0.0
+            case "staleness":
+                return min(1.0, STALE_LEARNERS / (1 + staleness)), staleness
+        return 1.0, 0.0
+
+    def _inline_step(self, seat: Seat) -> Step:
+        """Nobody counts updates there; as many are made while a gradient is taken as there are other learners."""
+        learners = len(seat.workers)
+        rate, staleness = self.modulation(learners, learners - 1, batch_size=seat.schedule.batch_size)
+        return Step(rate=rate, staleness=staleness)
 
 
 def _tree(learners: list[Node], fan_out: int) -> list[Node]:
@@ -281,67 +320,6 @@ def _tree(learners: list[Node], fan_out: int) -> list[Node]:
             placed += [replace(node, host=node.host or host, parent=parent.name) for node in group]
         level = above
     return placed + level
-
-
-class _Sum:
-    """Gradients on their way into one mean, weighted by their samples.
-
-    A lone push is looked at where it lies: most often it is used up by the event that brought it. If it is not, `keep`
-    copies it, for its sender will write there again.
-    """
-
-    def __init__(self) -> None:
-        self.marks: list[Mark] = []
-        self.samples = 0
-        self._lone: tuple[Push, float] | None = None
-        self._gradient: Tensor | None = None
-        self._buffers: Tensor | None = None
-
-    def add(self, push: Push, scale: float = 1.0) -> None:
-        self.keep()
-        self.marks += push.marks
-        self.samples += push.samples
-        if self._gradient is None or self._buffers is None:
-            self._lone = push, scale
-        else:
-            self._gradient.add_(push.gradient, alpha=push.samples * scale)
-            self._buffers.add_(push.buffers, alpha=push.samples)
-
-    def keep(self) -> None:
-        if self._lone is not None:
-            push, scale = self._lone
-            self._gradient, self._buffers = push.gradient * (push.samples * scale), push.buffers * push.samples
-            self._lone = None
-
-    @property
-    def touched(self) -> tuple[Tensor, ...]:
-        return self._lone[0].touched if self._lone is not None else ()
-
-    def means(self) -> tuple[Tensor, Tensor]:
-        if self._lone is not None:
-            push, scale = self._lone
-            return push.gradient if scale == 1.0 else push.gradient * scale, push.buffers
-        assert self._gradient is not None and self._buffers is not None
-        return self._gradient.div_(self.samples), self._buffers.div_(self.samples)
-
-    @property
-    def learners(self) -> set[str]:
-        return {mark.learner for mark in self.marks}
-
-
-class _Ledger:
-    """The number of the last gradient counted of each learner."""
-
-    def __init__(self) -> None:
-        self._last: dict[str, int] = {}
-
-    def count(self, marks: Iterable[Mark]) -> bool:
-        """Whether all of these are new; if so they are counted."""
-        marks = tuple(marks)
-        if any(mark.number <= self._last.get(mark.learner, 0) for mark in marks):
-            return False
-        self._last.update((mark.learner, mark.number) for mark in marks)
-        return True
 
 
 class _Below:
@@ -400,8 +378,10 @@ class ServerLearner(_Below):
         self.newest: Weights | None = None
         self.outgoing: Push | None = None
         self.used_clock = -1
+        self.portion = portion(seat, options.sync == "hard")
         self._accrued: Tensor | None = None
         self._accrued_samples = 0
+        self._batches: tuple[int, ...] = ()
         alone = (options.sync, options.topology, options.push_every, options.compress) == ("async", "star", 1, "none")
         self._wanted: Wanted = "rows" if alone else "flat"
 
@@ -424,6 +404,10 @@ class ServerLearner(_Below):
                 return [*self._took(event.gradient, event.touched, event.samples), *self._go()]
             case PeerLost(peer=peer):
                 return self._lose(peer)
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
             case Received(message=Refused(reason=reason)):
                 return [Fail(reason)]
         return []
@@ -437,19 +421,24 @@ class ServerLearner(_Below):
         options = self.options
         self.steps += 1
         self.used_clock = self.clock
+        self._batches += (self.portion.batch,)
         if options.push_every > 1:
             self._accrued = gradient.clone() if self._accrued is None else self._accrued.add_(gradient)
             self._accrued_samples += samples
             gradient, samples = self._accrued, self._accrued_samples
         pulls = self.steps % options.pull_every == 0
         if self.steps % options.push_every == 0:
-            mark = Mark(self.seat.node.name, self.steps, self.clock)
-            have = self.clock if pulls and not options.overlap else None
-            self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have, touched)
-            self._accrued, self._accrued_samples = None, 0
+            self._put_out(gradient, touched, samples, pulls)
             pulls = False
         effects: list[Effect] = [Step()] if options.pull_every > 1 else []
         return [*effects, *self._ask()] if pulls else effects
+
+    def _put_out(self, gradient: Tensor, touched: tuple[Tensor, ...], samples: int, pulls: bool) -> None:
+        """Make a push of what has been accrued."""
+        mark = Mark(self.seat.node.name, self.steps, self.used_clock, self._batches)
+        have = self.clock if pulls and not self.options.overlap else None
+        self.outgoing = Push((mark,), gradient, snapshot(self.seat.parameter_count), samples, have, touched)
+        self._accrued, self._accrued_samples, self._batches = None, 0, ()
 
     def _go(self) -> list[Effect]:
         """Push what waits, if nothing is under way; compute, if nothing must be waited for."""
@@ -468,14 +457,18 @@ class ServerLearner(_Below):
             effects.append(Install(self.newest.values))
             self.clock, self.newest = self.newest.clock, None
         self.computing = True
-        return [*effects, Compute(self._wanted, self.options.overlap)]
+        effects += self.portion.compute(self._wanted, self.options.overlap)
+        if self.portion.idle and self._accrued is not None:  # perhaps nothing will ever follow
+            self._put_out(self._accrued, (), self._accrued_samples, pulls=False)
+            effects += self._go()
+        return effects
 
     def check(self) -> None:
         if len(self.under_way) > 1:
             raise InvariantBroken(f"{len(self.under_way)} pushes are under way")
         if self.computing and self.clock < 0:
             raise InvariantBroken("computes before any weights came")
-        if self.computing and self.outgoing is not None:
+        if self.computing and self.outgoing is not None and not self.portion.idle:
             raise InvariantBroken("computes while a gradient waits: the two would be merged")
 
 
@@ -486,6 +479,7 @@ class SharingLearner:
         self.seat = seat
         self.clock = -1
         self.steps = 0
+        self.portion = portion(seat)
         self.unanswered = 0
         #: the newest clock that was told when the gradient under way was begun
         self.begun_at: int | None = None
@@ -502,10 +496,14 @@ class SharingLearner:
                 assert self.begun_at is not None
                 self.steps += 1
                 self.unanswered += 1
-                mark = Mark(self.seat.node.name, self.steps, self.begun_at)
+                mark = Mark(self.seat.node.name, self.steps, self.begun_at, (self.portion.batch,))
                 self.begun_at = None
                 pushed = Push((mark,), gradient, gradient[:0], samples, None, touched)
                 return [Send("hub", pushed), *self._go()]
+            case Received(message=Lease() as lease):
+                return self.portion.take(lease)
+            case Received(message=Recall()):
+                return [Send("hub", self.portion.give())]
             case Received(message=Refused(reason=reason)):
                 return [Fail(reason)]
         return []
@@ -514,7 +512,7 @@ class SharingLearner:
         if self.begun_at is not None or self.unanswered >= UNANSWERED_MAX:
             return []
         self.begun_at = self.clock
-        return [Compute("rows", fresh=True)]
+        return self.portion.compute("rows", fresh=True)
 
     def check(self) -> None:
         if not 0 <= self.unanswered <= UNANSWERED_MAX:
@@ -529,9 +527,9 @@ class Aggregator(_Below):
     def __init__(self, seat: Seat, options: Server) -> None:
         super().__init__(seat)
         self.options = options
-        self.sum = _Sum()
+        self.sum = Sum()
         self._values: Tensor | None = None
-        self._ledger = _Ledger()
+        self._log = PushLog()
         #: who waits for an answer, with what they have: those in the sum, those in the push under way; those who pulled
         #: since this node last did, those for whom it did
         self.in_sum: dict[str, int | None] = {}
@@ -549,7 +547,7 @@ class Aggregator(_Below):
                 return self._begin(members)
             case Received(sender=sender, message=Pull(have=have, length=length)):
                 if length != len(self.seat.weights):
-                    return [_refuse(sender, length, len(self.seat.weights))]
+                    return [refuse(sender, length, len(self.seat.weights))]
                 self.pulling[sender] = have
                 return [] if self.asked else self._pull()
             case Received(sender=sender, message=Push() as push):
@@ -571,14 +569,14 @@ class Aggregator(_Below):
         return []
 
     def _take(self, sender: str, push: Push) -> list[Effect]:
-        if self._ledger.count(push.marks):
+        if self._log.count(push.marks):
             if self.options.sync == "hard" and self.sum.marks:
                 # only the dead leave gradients behind of a round that has gone on without them
                 clock, summed = push.marks[0].clock, self.sum.marks[0].clock
                 if clock < summed:
                     return [self._answer(sender, push.have, push=True)]
                 if clock > summed:
-                    self.sum = _Sum()
+                    self.sum = Sum()
             self.sum.add(push)
             self.in_sum[sender] = push.have
             effects = self._relay()
@@ -625,7 +623,7 @@ class Aggregator(_Below):
                 return []
         elif self.under_way:
             return []
-        collected, self.sum = self.sum, _Sum()
+        collected, self.sum = self.sum, Sum()
         self.in_push, self.in_sum = self.in_push | self.in_sum, {}
         gradient, buffers = collected.means()
         have = None if self.options.overlap else self.clock
@@ -642,47 +640,61 @@ class ServerHub:
     def __init__(self, seat: Seat, options: Server) -> None:
         self.seat = seat
         self.options = options
-        self.pace = Pace(seat.schedule, self._state)
+        self.pace = Pace(seat, self._state, **dealing(options.sync == "hard"))
         self.clock = int(seat.restored["clock"]) if seat.restored else 0
         self.present: set[str] = set()
-        self.sum = _Sum()
-        self._ledger = _Ledger()
+        self.sum = Sum()
+        self._log = PushLog()
         #: hardsync: who waits for the update, with what they have
         self.waiting: dict[str, int | None] = {}
         #: overlap: the clock of the last downcast, and who has not got it yet
         self.downcast_clock = self.clock
         self.downcast_to: set[str] = set()
         self._since_downcast = 0
+        self._part = parts(seat)["hub"]
+        self._gathering = Gathering(seat, options.sync == "hard")
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        if self.pace.over:
-            return []
+        match event:
+            case Received(sender=sender, message=Part() as part):
+                return self._gathering.take(sender, part)
+        return [] if self.pace.over else self._gathering.defer(self._handle(event, now))
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Started(members=members):
                 self.present = set(members) & set(self.seat.workers)
+                self.pace.begin(members)
             case Received(sender=sender, message=Pull(have=have, length=length)):
                 if length != len(self.seat.weights):
-                    return [_refuse(sender, length, len(self.seat.weights))]
+                    return [refuse(sender, length, len(self.seat.weights))]
                 return [self._answer(sender, have, push=False)]
             case Received(sender=sender, message=Push() as push):
                 return self._take(sender, push, now)
+            case Received(sender=sender, message=More() | Returned() as message):
+                return self.pace.deal(sender, message)
             case Received(sender=sender, message=Got(clock=clock)) if clock == self.downcast_clock:
                 self.downcast_to.discard(sender)
                 return self._downcast()
             case PeerJoined(peer=peer, role="worker"):
                 self.present.add(peer)
+                self.pace.join(peer)
             case PeerLost(peer=peer):
                 self.present.discard(peer)
                 self.downcast_to.discard(peer)
                 self.waiting.pop(peer, None)
-                return [*self._update_if_complete(now), *([] if self.pace.over else self._downcast())]
+                # an aggregator may still have gradients of a learner that is dead
+                effects = self.pace.lose(peer, late=self.options.topology == "tree")
+                effects += self._update_if_complete(now)
+                return [*effects, *([] if self.pace.over else self._downcast())]
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                effects = self._update(now) if self.sum.marks else []  # what was pushed counts
+                return effects if self.pace.over else [*effects, *self.pace.finish(reason)]
         return []
 
     def _take(self, sender: str, push: Push, now: float) -> list[Effect]:
         hard = self.options.sync == "hard"
-        if not self._ledger.count(push.marks):  # it has come by another way
+        if not self._log.count(push.marks):  # it has come by another way
             if hard and set(push.marks) & set(self.sum.marks):
                 self.waiting[sender] = push.have
                 return []
@@ -693,6 +705,8 @@ class ServerHub:
         for mark in push.marks:
             if mark.clock > self.clock or (hard and mark.clock != self.clock):
                 raise InvariantBroken(f"{mark} was pushed at clock {self.clock} of {self.options.sync}sync")
+        for mark in push.marks:
+            self.pace.ledger.settle(mark.learner, mark.batches)
         self.sum.add(push, self._scale(push))
         self._since_downcast += len(push.marks)
         if self._since_downcast >= DOWNCAST_PATIENCE * len(self.present):
@@ -705,7 +719,7 @@ class ServerHub:
 
     def _scale(self, push: Push) -> float:
         """Per-gradient modulation: a push is scaled by the mean of one over the staleness of what is in it."""
-        if self._rate_rule() != "gradient":
+        if self.options.rate_rule != "gradient":
             return 1.0
         return statistics.fmean(1 / max(1, self.clock - mark.clock) for mark in push.marks)
 
@@ -716,23 +730,31 @@ class ServerHub:
             case "hard":
                 return self.present <= self.sum.learners
             case "soft":
-                return len(self.sum.marks) >= max(1, len(self.present) // self.options.n)
+                enough = len(self.sum.marks) >= max(1, len(self.present) // self.options.n)
+                return enough or self.pace.complete
         return True
 
     def _update_if_complete(self, now: float) -> list[Effect]:
-        if not self._complete():
-            return []
-        collected, self.sum = self.sum, _Sum()
+        return self._update(now) if self._complete() else []
+
+    def _update(self, now: float) -> list[Effect]:
+        collected, self.sum = self.sum, Sum()
+        before = self.pace.position - sum(len(mark.batches) for mark in collected.marks)
         staleness = tuple(self.clock - mark.clock for mark in collected.marks)
         mean_staleness = statistics.fmean(staleness)
         gradient, buffers = collected.means()
-        effects: list[Effect] = [Step(gradient, self._rate(mean_staleness), collected.touched)]
+        learners, batch_size = max(1, len(self.present)), self.seat.schedule.batch_size
+        rate, lessened_by = self.options.modulation(learners, mean_staleness, batch_size=batch_size)
+        effects: list[Effect] = [Step(gradient, rate, collected.touched, before, lessened_by)]
         if len(buffers):
             effects.append(Install(buffers, start=self.seat.parameter_count))
         self.clock += 1
         clocks = [mark.clock for mark in collected.marks]
         row: Row = {"clock": self.clock, "clocks": clocks, "staleness": mean_staleness}
         effects.append(Record(row, staleness))
+        if self.options.sync == "hard":
+            told = Round(self.clock - 1, tuple(collected.marks), rate)
+            effects += [Send(hub, told) for hub in self._gathering.others]
         effects += self._pace(collected, now)
         if self.pace.over:
             return effects
@@ -741,35 +763,22 @@ class ServerHub:
         self.waiting = {}
         return effects
 
-    def _pace(self, collected: _Sum, now: float) -> list[Effect]:
+    def _pace(self, collected: Sum, now: float) -> list[Effect]:
         """In hardsync a step is an update; otherwise it is as many gradients as there are learners."""
         if self.options.sync == "hard":
-            return self.pace.advance(1, collected.samples, now)
-        gradients = len(collected.marks) * self.options.push_every
-        return self.pace.advance_gradients(gradients, len(self.seat.workers), collected.samples, now)
-
-    def _rate_rule(self) -> str:
-        if self.options.rate != "auto":
-            return self.options.rate
-        return "sqrt" if self.options.sync == "hard" else "1/n"
-
-    def _rate(self, mean_staleness: float) -> float:
-        learners = max(1, len(self.present))
-        match self._rate_rule():
-            case "sqrt":
-                together = learners * self.seat.schedule.batch_size
-                return math.sqrt(together / (self.options.reference_batch or together))
-            case "1/n":
-                return 1 / (self.options.n if self.options.sync != "async" else learners)
-            case "average":
-                return 1 / max(1.0, mean_staleness)
-        return 1.0
+            return self.pace.advance(len(collected.marks), len(collected.marks), now)
+        gradients = sum(len(mark.batches) for mark in collected.marks)
+        return self.pace.advance(gradients, max(1, len(self.present)), now)
 
     def _answer(self, child: str, have: int | None, push: bool) -> Effect:
         if self.options.shares:
             return Send(child, Current(push, self.clock))
-        newer = have is not None and have < self.clock
-        return Send(child, Weights(self.clock, snapshot(), push) if newer else Current(push))
+        if have is None or have >= self.clock:
+            return Send(child, Current(push))
+        if self.options.hubs == 1:
+            return Send(child, Weights(self.clock, snapshot(), push))
+        buffers = snapshot(self.seat.parameter_count)
+        return Send(child, Weights(self.clock, snapshot(0, self._part.stop), push, buffers))
 
     def _downcast(self) -> list[Effect]:
         if not self.options.overlap or self.downcast_to or self.downcast_clock == self.clock or not self.present:
@@ -781,6 +790,7 @@ class ServerHub:
         return {"clock": self.clock}
 
     def check(self) -> None:
+        self.pace.ledger.check()
         numbered = [(mark.learner, mark.number) for mark in self.sum.marks]
         if len(set(numbered)) != len(numbered):
             raise InvariantBroken(f"a gradient is counted twice: {self.sum.marks}")
@@ -793,8 +803,3 @@ def _descendants(name: str, below: dict[str, set[str]]) -> set[str]:
     for child in tuple(found):
         found |= _descendants(child, below)
     return found
-
-
-def _refuse(sender: str, length: int, expected: int) -> Send:
-    reason = f"{sender} has a model of {length} values and the hub one of {expected}: all must train the same model"
-    return Send(sender, Refused(reason))

@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tether.errors import InvariantBroken, UsageError
-from tether.machine import Compute, Effect, Event, GradientReady, Machine, Node, Seat, Started, Step, StopRequested
+from tether.machine import Effect, Event, GradientReady, Machine, Node, Seat, Started, Step, StopRequested
 from tether.protocols.base import Options, Pace
+from tether.protocols.ledger import Lease, More, Portion
 
 
 @dataclass(frozen=True)
@@ -34,24 +35,32 @@ class Single(Options):
 
 
 class Alone:
-    """The only node."""
+    """The only node: it deals to itself."""
 
     def __init__(self, seat: Seat) -> None:
-        self.pace = Pace(seat.schedule)
+        self.name = seat.node.name
+        self.pace = Pace(seat)
+        self.portion = Portion(seat, self._deal)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         if self.pace.over:
             return []
         match event:
             case Started():
-                return [Compute()]
-            case GradientReady(samples=samples):
-                effects = [Step(), *self.pace.advance(1, samples, now)]
-                return effects if self.pace.over else [*effects, Compute()]
+                return self.portion.compute()
+            case GradientReady():
+                self.pace.ledger.count(self.name, 1)
+                effects = [Step(), *self.pace.advance(1, 1, now)]
+                return effects if self.pace.over else [*effects, *self.portion.compute()]
             case StopRequested(reason=reason):
                 return self.pace.finish(reason)
         return []
 
+    def _deal(self, more: More) -> list[Effect]:
+        batches = self.pace.ledger.deal(self.name, more.wanted)
+        return self.portion.take(Lease(batches, self.pace.position)) if batches else []
+
     def check(self) -> None:
+        self.pace.ledger.check()
         if self.pace.step > self.pace.schedule.steps:
             raise InvariantBroken(f"{self.pace.step} steps made, {self.pace.schedule.steps} scheduled")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
 
@@ -28,6 +29,11 @@ class Plan(Protocol):
     @property
     def joint(self) -> str:
         """The node that holds the joint model, or "" if none is special."""
+        ...
+
+    @property
+    def vital(self) -> frozenset[str]:
+        """The nodes that the run cannot go on without: those that hold the joint model, each perhaps a part of it."""
         ...
 
     @property
@@ -79,6 +85,18 @@ class Plan(Protocol):
         """What brings each worker a part of the data of its own; None if all read the same."""
         ...
 
+    @property
+    def random_seed(self) -> int:
+        """What draws begin with: another number for every part of a run, so that none is made twice."""
+        ...
+
+    def state_of(self, node: Node) -> dict[str, Any]:
+        """What an earlier part of the run has left for a node: a state for `Replica.restore`.
+
+        With `random` in it, that of the generators of its process. A plan has it where it was made, and nowhere else.
+        """
+        ...
+
     def bring(self, data: Any) -> None:
         """Give the node of this process its own part of the data, before it is built."""
         ...
@@ -90,6 +108,17 @@ class Plan(Protocol):
     def recorder(self, node: Node, replica: Replica) -> Recorder | None:
         """Where the node's events are written, if they are."""
         ...
+
+
+@dataclass(frozen=True)
+class NodeStates:
+    """What nodes have besides their vectors, for a checkpoint."""
+
+    #: of the node that holds the joint model, if it computes no gradients
+    hub: dict[str, Any]
+    #: of those that do, by their index: what `Replica.state` gives, and `random` of the generators of its process. None
+    #: if they were not asked this time
+    workers: dict[int, dict[str, Any]] | None
 
 
 class Observer(Protocol):
@@ -107,8 +136,12 @@ class Observer(Protocol):
         """The joint model at a moment."""
         ...
 
-    def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any], now: float) -> None:
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None:
         """A state to save."""
+        ...
+
+    def observed(self) -> Sequence[dict[str, float]]:
+        """What every evaluation of the joint model has found so far, in order, earlier parts of the run included."""
         ...
 
     def note(self, text: str) -> None:

@@ -13,7 +13,8 @@ When a member dies its children are taken over by the nearest living ancestor. N
 - a member keeps the partial sums it sent until the root has closed that reduction, and sends them again to its new
   parent;
 - a partial sum is taken only if none of the names it covers is covered already;
-- a partial sum of a reduction that is known to be closed is ignored;
+- a partial sum of a reduction that is known to be closed is ignored. Reductions of one stream follow each other, so the
+  number of the latest that is closed tells of all before it;
 - a member waits exactly for the living members below it;
 - the latest broadcast of each stream is kept and sent again to children that are taken over; a member that has it
   already ignores it.
@@ -21,13 +22,14 @@ When a member dies its children are taken over by the nearest living ancestor. N
 Of a member that dies while it contributes, some parts may count and others not: each part is brought to the same
 weight, so that their mean is that of whoever is in it, and only who is in all of them is named a contributor.
 
+The root may close a reduction before all have contributed, with what has come: somebody does not answer.
+
 This works because a dead name never comes back and nothing of it arrives once its death is known.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -35,13 +37,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
+from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced, stream_of
 from tether.vector import Empty
 
 #: the most members that form two chains instead of a binary tree
 CHAINS_MAX = 17
-#: closed reductions that are remembered, and told with every broadcast, so that nothing is kept of them
-CLOSED_KEPT = 16
 #: a tensor travels in parts of about this size, and in no more than so many
 PART_BYTES = 512 * 1024
 PARTS_MAX = 8
@@ -62,7 +62,7 @@ class Up(Message, frozen=True):
 
 
 class Down(Message, Generic[M], frozen=True):
-    """A broadcast, or a part of it, on its way from the root, with the reductions that the root has closed lately."""
+    """A broadcast, or a part of it, on its way from the root, with the latest closed reduction of each stream."""
 
     stream: str
     number: int
@@ -103,6 +103,8 @@ class _Reduction:
     def __init__(self, members: tuple[str, ...]) -> None:
         self.members = members
         self.contributed = False
+        #: at the root: close with what has come
+        self.cut_short = False
         #: none until somebody's contribution has told how many parts there are
         self.sums: list[_Sum] = []
 
@@ -187,11 +189,12 @@ class Collectives:
         self._dead: set[str] = set()
         self._reductions: dict[str, _Reduction] = {}
         self._broadcasts: dict[str, _Incoming] = {}
-        self._closed: deque[str] = deque(maxlen=CLOSED_KEPT)
+        #: the latest closed reduction of each stream
+        self._closed: dict[str, str] = {}
 
     def broadcast(self, effect: Broadcast) -> None:
         last = self._broadcasts.get(effect.stream)
-        number, closed = last.number + 1 if last else 0, tuple(self._closed)
+        number, closed = last.number + 1 if last else 0, tuple(self._closed.values())
         pieces = self._cut_message(effect.message)
         downs = [
             Down(effect.stream, number, effect.members, closed, piece, part, len(pieces))
@@ -205,6 +208,7 @@ class Collectives:
     def reduce(self, effect: Reduce) -> list[Event]:
         reduction = self._reductions.setdefault(effect.tag, _Reduction(effect.members))
         reduction.contributed = True
+        reduction.cut_short = effect.members == (self.node,)
         if effect.values is not None:
             values = effect.values
             if effect.weight != 1.0:
@@ -219,7 +223,7 @@ class Collectives:
         return self._receive_up(message) if isinstance(message, Up) else self._receive_down(message)
 
     def _receive_up(self, up: Up) -> list[Event]:
-        if up.tag in self._closed:
+        if self._is_closed(up.tag):
             return []
         sums = self._reductions.setdefault(up.tag, _Reduction(up.members)).open(up.parts)
         sums[up.part].add(up.values, up.weight, up.covers)
@@ -233,9 +237,7 @@ class Collectives:
             return []
         incoming.parts[down.part] = down
         for tag in down.closed:
-            self._reductions.pop(tag, None)
-            if tag not in self._closed:
-                self._closed.append(tag)
+            self._close(tag)
         self._pass_down(down)
         pieces = incoming.known()
         if len(pieces) < down.parts:
@@ -284,10 +286,10 @@ class Collectives:
         if not reduction.contributed:
             return []
         if reduction.members[0] == self.node:
-            if not all(below <= part.covered.keys() for part in reduction.sums) or (below and not reduction.sums):
+            complete = all(below <= part.covered.keys() for part in reduction.sums) and (reduction.sums or not below)
+            if not complete and not reduction.cut_short:
                 return []
-            del self._reductions[tag]
-            self._closed.append(tag)
+            self._close(tag)
             return [joined(tag, reduction.members, [(s.total, s.weight, s.covered) for s in reduction.sums])]
         parent = self._parent(reduction.members)
         for index, part in enumerate(reduction.sums):
@@ -299,6 +301,16 @@ class Collectives:
                 part.parent = parent
                 self._send(parent, part.sent)
         return []
+
+    def _is_closed(self, tag: str) -> bool:
+        latest = self._closed.get(stream_of(tag))
+        return latest is not None and _number(tag) <= _number(latest)
+
+    def _close(self, tag: str) -> None:
+        """Forget a reduction, and those of its stream before it."""
+        if not self._is_closed(tag):
+            self._closed[stream_of(tag)] = tag
+            self._reductions = {open_: kept for open_, kept in self._reductions.items() if not self._is_closed(open_)}
 
     def _pass_down(self, down: Down[Any]) -> None:
         for child in self._children(down.members):
@@ -335,6 +347,12 @@ class Collectives:
                 if members[child] not in self._dead:
                     found.add(members[child])
         return found
+
+
+def _number(tag: str) -> int:
+    """Where a reduction is in its stream."""
+    last = tag.rpartition(" ")[2]
+    return int(last) if last.isdecimal() else 0
 
 
 def _child_indices(index: int, count: int) -> range:

@@ -66,6 +66,14 @@ class Saved(Message, frozen=True):
     now: float
 
 
+class State(Message, frozen=True):
+    """The answer to a `StateWanted` of that number: the state of the node's optimizer and of its random generators."""
+
+    number: int
+    state: Any
+    tensors: list[Tensor]
+
+
 class Finished(Message, frozen=True):
     """The node's machine has finished."""
 
@@ -113,6 +121,25 @@ class Lost(Message, frozen=True):
     peer: str
 
 
+class Restore(Message, frozen=True):
+    """Before it begins: the state that the node's optimizer, and perhaps its random generators, shall begin with."""
+
+    state: Any
+    tensors: list[Tensor]
+
+
+class StateWanted(Message, frozen=True):
+    """Tell your state, under that number."""
+
+    number: int
+
+
+class Observed(Message, frozen=True):
+    """What the latest evaluations of the joint model have found."""
+
+    metrics: list[dict[str, float]]
+
+
 class Stop(Message, frozen=True):
     """End early, in good order."""
 
@@ -123,5 +150,5 @@ class End(Message, frozen=True):
     """The run is over."""
 
 
-FROM_NODE = (Hello, Alive, Note, Report, Row, Evaluation, Saved, Finished, Failed, Bye)
-FROM_DRIVER = (Begin, Joined, Lost, Stop, End)
+FROM_NODE = (Hello, Alive, Note, Report, Row, Evaluation, Saved, State, Finished, Failed, Bye)
+FROM_DRIVER = (Begin, Joined, Lost, Restore, StateWanted, Observed, Stop, End)

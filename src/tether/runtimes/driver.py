@@ -7,25 +7,28 @@ nursery of this machine, or a cluster's scheduler.
 
 from __future__ import annotations
 
+import itertools
 import math
 import shutil
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import zmq
+from torch import Tensor
 
 from tether import errors
 from tether.errors import NodesLost, RunError, TaskError, TetherError, UsageError, WireError
 from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
-from tether.runtimes.base import Observer, Outcome, Plan
+from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
 from tether.runtimes.link import Inbox, Keys, Outbox
 from tether.runtimes.memory import Memory
-from tether.wire import unpack_tree
+from tether.wire import pack_tree, unpack_tree
 
 #: the name under which the driver of a run receives
 DRIVER = "driver"
@@ -33,6 +36,9 @@ DRIVER = "driver"
 GRACE_SECONDS = 1.5
 #: how long a process may take to come up: importing torch and loading the data
 START_SECONDS = 300.0
+#: how much of the time states of workers may take on their way to the driver, and how long they are waited for at first
+STATES_SHARE = 0.02
+STATES_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,55 @@ class Crew(Protocol):
     def close(self, seconds: float) -> None:
         """End every process, after a while by force."""
         ...
+
+
+class Census:
+    """Asks nodes for something large, so seldom that the answers take little of the time.
+
+    A question is due when everybody has answered the last one and that is long enough ago. Who takes longer than the
+    patience that there is, twice what the last answers took or more, is left out.
+    """
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, share: float = STATES_SHARE, patience_seconds: float = STATES_SECONDS) -> None:
+        """`share`: of the time, that answers may take."""
+        self._share = share
+        self._patience_seconds = patience_seconds
+        self.answers: dict[str, Any] = {}
+        self._missing: set[str] = set()
+        self._number = 0
+        self._asked_at = -math.inf
+        self._took_seconds = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Whether it is time to ask again."""
+        return not self._missing and (now - self._asked_at) * self._share >= self._took_seconds
+
+    def ask(self, names: set[str], now: float) -> int:
+        """Begin to wait for the answers of these; the number of the question, for `take`."""
+        self.answers, self._missing = {}, set(names)
+        self._number, self._asked_at = next(self._numbers), now
+        return self._number
+
+    def take(self, name: str, number: int, answer: Any, now: float) -> None:
+        """An answer has come, perhaps to an earlier question."""
+        if number == self._number and name in self._missing:
+            if not self.is_over(now):
+                self.answers[name] = answer
+            self.forget(name, now)
+
+    def forget(self, name: str, now: float) -> None:
+        """Do not wait for somebody any longer."""
+        if name in self._missing:
+            self._missing.remove(name)
+            if not self._missing:
+                self._took_seconds = now - self._asked_at
+
+    def is_over(self, now: float) -> bool:
+        """Whether all have answered who will, or could have."""
+        patience_seconds = max(self._patience_seconds, 2 * self._took_seconds)
+        return not self._missing or now - self._asked_at >= patience_seconds
 
 
 def check_processes(workers: int, threads: int, restarts: int, hung_seconds: float) -> None:
@@ -134,6 +189,13 @@ class Driver:
         #: who died last when no worker was left, and until when the joint node may save what it has
         self._bereft = ""
         self._bereft_until = math.inf
+        #: the checkpoint that waits for the states of the workers, and who told it
+        self._saving: tuple[str, control.Saved] | None = None
+        self._census = Census()
+        #: who has come while the run goes on, and where; it is welcome when a peer has told what it shall begin with
+        self._arrivals: dict[str, tuple[str, str, Census]] = {}
+        #: of how many evaluations each node has been told
+        self._observed: defaultdict[str, int] = defaultdict(int)
         #: when each process was last heard of, and when that was last looked at
         self._heard: dict[str, float] = {}
         self._watched_at = self._heard_at = time.monotonic()
@@ -150,18 +212,13 @@ class Driver:
         self._await(self._is_complete, START_SECONDS)
         self._began = True
         members = self._members()
+        self._tell_evaluations()
         for name in members:
             self._outbox.send(name, control.Begin(members, self._addresses_for(name)))
-        limit = self._plan.seconds
-        deadline = math.inf if limit is None else time.monotonic() + limit
-        while self._outcome is None and time.monotonic() < self._bereft_until:
-            self._turn(0.1)
-            self._watch()
-            late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
-            if not self._stopping and (reason := self._observer.stop_requested() or late):
-                self._stopping = True
-                for name in [self._plan.joint] if self._plan.joint else sorted(self._living):
-                    self._outbox.send(name, control.Stop(reason))
+        try:
+            self._go_on()
+        finally:
+            self._save_at_last()
         if self._bereft:
             raise NodesLost(self._bereft)
         assert self._outcome is not None
@@ -175,6 +232,23 @@ class Driver:
         self._outcome.meters = self._meters
         self._outcome.spans = self._spans
         return self._outcome
+
+    def _go_on(self) -> None:
+        """Until the run has ended, or cannot go on."""
+        limit = self._plan.seconds
+        deadline = math.inf if limit is None else time.monotonic() + limit
+        while (self._outcome is None or self._saving is not None) and time.monotonic() < self._bereft_until:
+            self._turn(0.1)
+            self._watch()
+            self._tell_evaluations()
+            self._admit()
+            if self._saving is not None and self._census.is_over(time.monotonic()):
+                self._save_at_last()
+            late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
+            if not self._stopping and (reason := self._observer.stop_requested() or late):
+                self._stopping = True
+                for name in [self._plan.joint] if self._plan.joint else sorted(self._living):
+                    self._outbox.send(name, control.Stop(reason))
 
     def close(self) -> None:
         """End every process, however the run ended, and leave nothing behind."""
@@ -250,7 +324,7 @@ class Driver:
             self._heard[sender] = time.monotonic()
         match message:
             case control.Hello(address=address):
-                self._welcome(sender, address)
+                self._arrive(sender, address)
             case control.Alive():
                 pass  # that it was heard of is all there is to it
             case control.Note(text=text):
@@ -263,10 +337,11 @@ class Driver:
             case control.Evaluation(step=step, samples=samples, final=final, weights=weights, now=now):
                 observer.evaluate(Evaluate(step, samples, final), weights, now)
             case control.Saved() as saved:
-                state = unpack_tree(saved.state, saved.tensors)
-                replica_state = unpack_tree(saved.replica_state, saved.tensors)
-                effect = Checkpoint(saved.step, saved.samples, state, saved.final)
-                observer.checkpoint(effect, saved.weights, replica_state, saved.now)
+                self._save(sender, saved)
+            case control.State(number=number, state=packed, tensors=tensors):
+                state = unpack_tree(packed, tensors)
+                for census in self._censuses():
+                    census.take(sender, number, state, time.monotonic())
             case control.Finished(reason=reason, weights=weights, now=now):
                 if self._plan.joint in ("", sender) and self._outcome is None:
                     # a copy, for what is lent would keep all of the node's memory
@@ -284,13 +359,92 @@ class Driver:
         """A message that only some drivers know."""
         raise NotImplementedError
 
-    def _welcome(self, name: str, address: str) -> None:
-        """A node is ready. If the run has begun already, it and the others are told of each other."""
-        self._said_hello.add(name)
+    # ---- states of workers ----
+
+    def _workers(self) -> set[str]:
+        return {name for name in self._members() if self._nodes[name].computes}
+
+    def _censuses(self) -> list[Census]:
+        return [self._census, *(census for _, _, census in self._arrivals.values())]
+
+    def _ask(self, census: Census, names: set[str]) -> None:
+        number = census.ask(names, time.monotonic())
+        for name in sorted(names):
+            self._outbox.send(name, control.StateWanted(number))
+
+    def _save(self, sender: str, saved: control.Saved) -> None:
+        """Have a checkpoint saved once the workers have told their states, if it is time to ask for them.
+
+        One that still waits gives way to a newer one.
+        """
+        waits = self._saving is not None
+        self._saving = sender, saved
+        if saved.final or (not waits and self._census.is_due(time.monotonic())):
+            self._ask(self._census, self._workers() - {sender})
+        elif not waits:
+            self._save_at_last(asked=False)
+
+    def _save_at_last(self, asked: bool = True) -> None:
+        """Have the checkpoint that waits saved, with the states that have come."""
+        if self._saving is None:
+            return
+        (sender, saved), self._saving = self._saving, None
+        effect = Checkpoint(saved.step, saved.samples, unpack_tree(saved.state, saved.tensors), saved.final)
+        hub, workers = unpack_tree(saved.replica_state, saved.tensors), None
+        if asked:
+            told, self._census.answers = self._census.answers, {}
+            if self._nodes[sender].computes:
+                told, hub = {**told, sender: hub}, {}
+            workers = {self._nodes[name].index: state for name, state in told.items()} or None
+        self._observer.checkpoint(effect, saved.weights, NodeStates(hub, workers), saved.now)
+
+    def _arrive(self, name: str, address: str) -> None:
+        """A node is ready. One that comes while the run goes on shall begin with what a peer has."""
         if address:
             self._outbox.addresses[name] = address
+        self._arrivals.pop(name, None)
+        peers = self._workers() if self._began and self._nodes[name].computes and self._outcome is None else set()
+        if peers:
+            peer, census = min(peers), Census()
+            self._arrivals[name] = address, peer, census
+            self._ask(census, {peer})
+        else:
+            self._restore(name, self._plan.state_of(self._nodes[name]))
+            self._welcome(name, address)
+
+    def _admit(self) -> None:
+        """Welcome those whose peers have told what they have."""
+        for name, (address, peer, census) in list(self._arrivals.items()):
+            if peer not in self._living and not census.answers:
+                self._arrive(name, address)  # there may be another peer
+            elif census.is_over(time.monotonic()):
+                del self._arrivals[name]
+                told: dict[str, Any] = next(iter(census.answers.values()), {})
+                state = told if "optimizer" in told else self._plan.state_of(self._nodes[name])
+                self._restore(name, {key: value for key, value in state.items() if key != "random"})
+                self._welcome(name, address)
+
+    def _restore(self, name: str, state: dict[str, Any]) -> None:
+        if state:
+            tensors: list[Tensor] = []
+            self._outbox.send(name, control.Restore(pack_tree(state, tensors), tensors))
+
+    def _tell_evaluations(self) -> None:
+        """Tell every node what evaluations have found that it has not been told of."""
+        found = self._observer.observed()
+        for name in self._members():
+            if new := list(found[self._observed[name] :]):
+                self._observed[name] += len(new)
+                self._outbox.send(name, control.Observed(new))
+
+    # ---- who is there ----
+
+    def _welcome(self, name: str, address: str) -> None:
+        """If the run has begun already, a node that is ready and the others are told of each other."""
+        self._said_hello.add(name)
         if not self._began or self._outcome is not None:
             return
+        self._tell_evaluations()
         self._outbox.send(name, control.Begin(self._members(), self._addresses_for(name)))
         for dead in self._nodes.keys() - self._living:
             self._outbox.send(name, control.Lost(dead))  # others may still speak of them
@@ -299,6 +453,9 @@ class Driver:
 
     def _take_death(self, death: Died) -> None:
         name, how = death.name, death.how
+        self._arrivals.pop(name, None)
+        for census in self._censuses():
+            census.forget(name, time.monotonic())
         if death.told:
             deadline = time.monotonic() + 2.0
             while time.monotonic() < deadline and self._inbox.socket.poll(100):
@@ -310,8 +467,9 @@ class Driver:
             if death.replaced:
                 return
             raise RunError(f"{name} {how} before it was ready{self._output(name)}")
-        if name == self._plan.joint:
-            raise NodesLost(f"{name}, which holds the joint model, {how}{self._output(name)}")
+        if name in self._plan.vital:
+            held = "the joint model" if name == self._plan.joint else "a part of the joint model"
+            raise NodesLost(f"{name}, which holds {held}, {how}{self._output(name)}")
         if any(self._nodes[other].computes for other in self._living):
             self._observer.note(f"{name} {how}; the others go on")
         else:

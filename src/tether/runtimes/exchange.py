@@ -112,6 +112,8 @@ class Offers:
         #: the newest of each stream: its tag, and its parts as they travel
         self._offers: dict[str, tuple[str, list[Message]]] = {}
         self._numbers: dict[str, int] = {}
+        #: at the root: reductions that were not answered yet
+        self._open: set[str] = set()
 
     def broadcast(self, effect: Broadcast) -> None:
         number = self._numbers[effect.stream] = self._numbers.get(effect.stream, -1) + 1
@@ -119,6 +121,7 @@ class Offers:
 
     def reduce(self, effect: Reduce) -> list[Event]:
         if effect.members[0] == self.node:
+            self._open.add(effect.tag)
             self._send(DRIVER, Opened(effect.tag, effect.members))
         elif effect.values is not None:
             values = effect.values
@@ -141,6 +144,9 @@ class Offers:
 
     def receive(self, message: Any) -> list[Event]:
         if isinstance(message, Up):
+            if message.tag not in self._open:  # one that was cut short is answered twice if its job had begun
+                return []
+            self._open.remove(message.tag)
             total = message.values if message.covers else None
             contributors = tuple(sorted(message.covers))
             steps = tuple(message.covers[name] for name in contributors)

@@ -42,10 +42,12 @@ from tether.machine import (
     Reduce,
     Reduced,
     Replica,
+    ReplicaState,
     Row,
     Send,
     SetTimer,
     Snapshot,
+    StateSnapshot,
     Step,
     change,
     stream_of,
@@ -54,7 +56,7 @@ from tether.machine import (
 from tether.runtimes.collectives import Collectives, Down, Exchange, Up
 from tether.trace import Meter, Tracer
 from tether.vector import Empty
-from tether.wire import payload_bytes
+from tether.wire import pack_tree, payload_bytes, unpack_tree
 
 T = TypeVar("T")
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -185,6 +187,7 @@ class Interpreter:
                 queue.extend(self.collectives.lost(peer))
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
+                self.meter.gradients_skipped = self.replica.skipped
                 if not self.host.virtual:
                     self.meter.load_seconds = self.replica.load_seconds
                 self.tracer.span("compute", "gradient", now - seconds, now)
@@ -208,9 +211,9 @@ class Interpreter:
 
     def _perform(self, effect: Effect, now: float) -> list[Event]:
         match effect:
-            case Compute(fresh=fresh):
+            case Compute():
                 if self._recorder is not None:
-                    effect = Compute("flat", fresh)  # a record holds whole gradients
+                    effect = msgspec.structs.replace(effect, wanted="flat")  # a record holds whole gradients
                 if self._idle_since is not None:
                     self.meter.wait_seconds += now - self._idle_since
                     self.tracer.span("compute", "wait", self._idle_since, now)
@@ -235,7 +238,7 @@ class Interpreter:
                 else:
                     self._send(to, self._resolve(message, self._snapshots))
             case Reduce(tag=tag):
-                self._reducing[tag] = now
+                self._reducing.setdefault(tag, now)
                 return self.collectives.reduce(self._resolve(effect, self._snapshots))
             case Broadcast(stream=stream, members=members, message=message):
                 self.collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))
@@ -250,9 +253,10 @@ class Interpreter:
             case Evaluate():
                 self.host.settle()
                 self.host.evaluate(effect, self._copy_of_weights())
-            case Checkpoint():
+            case Checkpoint(parts=parts):
                 self.host.settle()
-                self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state())
+                others = [unpack_tree(part.values, part.tensors) for part in parts]
+                self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state(others))
             case Fail(reason=reason):
                 raise UsageError(reason)
             case Finish(reason=reason):
@@ -266,7 +270,7 @@ class Interpreter:
 
     def _resolve(self, struct: _Struct, known: dict[tuple[int, int | None], Tensor]) -> _Struct:
         """The message with its snapshots taken, those that are `known` not again."""
-        taken = {}
+        taken: dict[str, Any] = {}
         for name in struct.__struct_fields__:
             value = getattr(struct, name)
             if isinstance(value, Snapshot):
@@ -277,6 +281,9 @@ class Interpreter:
                     taken[name] = value.take(self.replica.weights, self._empty)
                 if value.less is None:
                     known[key] = taken[name]
+            elif isinstance(value, StateSnapshot):
+                tensors: list[Tensor] = []
+                taken[name] = ReplicaState(pack_tree(self.replica.state(), tensors), tensors)
         return msgspec.structs.replace(struct, **taken) if taken else struct
 
     def _send(self, to: str, message: Message) -> None:

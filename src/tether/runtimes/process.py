@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import os
-import random
 import shutil
 import signal
 import struct
@@ -24,7 +23,6 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Union
 
 import cloudpickle
-import numpy as np
 import torch
 import zmq
 from torch import Tensor
@@ -56,10 +54,11 @@ from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.link import Inbox, Keys, Outbox
 from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool
+from tether.runtimes.randomness import random_state, restore_random, seed_all
 from tether.trace import Tracer
 from tether.twin import own_device
 from tether.vector import Shared
-from tether.wire import pack_tree
+from tether.wire import pack_tree, unpack_tree
 
 #: the name of the memory of a vector that all nodes share
 SHARED = "shared"
@@ -93,7 +92,7 @@ class NodeProcess:
     virtual = False
 
     def __init__(self, birth: Birth, node: Node, context: zmq.Context[Any]) -> None:
-        plan, self.name = birth.plan, node.name
+        plan, self.name, self._computes = birth.plan, node.name, node.computes
         types = message_types(plan.messages, compressed=plan.compress != "none")
         self._inbox = Inbox(
             context, birth.directory, self.name, [*control.FROM_DRIVER, *types], keys=birth.keys, host=birth.host
@@ -183,10 +182,13 @@ class NodeProcess:
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         tensors: list[Tensor] = []
         state = pack_tree(effect.state, tensors)
-        packed = pack_tree(replica_state, tensors)
+        packed = pack_tree(self._with_random(replica_state), tensors)
         self._tell(
             control.Saved(effect.step, effect.samples, effect.final, weights, state, packed, tensors, self.now())
         )
+
+    def _with_random(self, replica_state: dict[str, Any]) -> dict[str, Any]:
+        return {**replica_state, "random": random_state()} if self._computes else replica_state
 
     def finish(self, reason: str, weights: Tensor) -> None:
         self._tell(control.Finished(reason, weights, self.now()))
@@ -224,6 +226,7 @@ class NodeProcess:
             # somebody may be still reading the last one
             fresh = effect.fresh or (taken is not None and self.memory.is_lent(taken.gradient))
             start = time.monotonic()
+            replica.seek(effect.batch, effect.upcoming, effect.position)
             taken = replica.compute(effect.wanted, fresh)
             seconds = time.monotonic() - start
             exchanged, before = self._link_seconds, exchanged
@@ -267,6 +270,7 @@ class NodeProcess:
     def receive(self, sender: str, message: Message) -> None:
         """Take a message in, under the lock."""
         event: Event
+        replica = self._interpreter.replica
         match message:
             case control.Begin(members=members, addresses=addresses):
                 self._began = time.monotonic()
@@ -283,6 +287,20 @@ class NodeProcess:
                 self._outbox.forget(peer)
                 self._inbox.forget(peer)
                 event = PeerLost(peer)
+            case control.Restore(state=packed, tensors=tensors):
+                state = unpack_tree(packed, tensors)
+                replica.restore(state)
+                if "random" in state:
+                    restore_random(state["random"])
+                return
+            case control.StateWanted(number=number):
+                kept: list[Tensor] = []
+                self._tell(control.State(number, pack_tree(self._with_random(replica.state()), kept), kept))
+                return
+            case control.Observed(metrics=found):
+                for metrics in found:
+                    replica.observe(metrics)
+                return
             case control.Stop(reason=reason):
                 event = StopRequested(reason)
             case control.End():
@@ -339,10 +357,7 @@ def live(birth: Birth, node: Node, context: zmq.Context[Any], follow: Callable[[
     `follow` is given the node before it begins, to see to it that it ends with the driver.
     """
     torch.set_num_threads(birth.threads)
-    seed = (birth.plan.seed * 1_000_003 + node.index * 7919 + node.life) % 2**32
-    torch.manual_seed(seed)
-    np.random.seed(seed)
-    random.seed(seed)
+    seed_all((birth.plan.random_seed * 1_000_003 + node.index * 7919 + node.life) % 2**32)
     doorman = birth.keys.guard(context) if birth.keys else None
     try:
         process = NodeProcess(birth, node, context)

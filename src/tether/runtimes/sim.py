@@ -7,17 +7,20 @@ is sent and when it is delivered.
 
 The network: a message occupies the sender's interface for bytes/bandwidth, in the order of sending; its head reaches
 the receiver `latency` later and then occupies the receiver's interface for bytes/bandwidth, in the order of arrival.
+
+Broadcasts and reductions may have a price beside that, such as that of Spark's jobs and of serialization: the root
+prepares broadcasts one after the other before they leave it, and takes in finished reductions one after the other, each
+for `exchange_seconds` and for bytes/`exchange_rate`.
 """
 
 from __future__ import annotations
 
 import heapq
-import random
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,7 @@ from tether import units
 from tether.compress import Packed
 from tether.errors import InvariantBroken, RunError, Stalled, UsageError
 from tether.machine import (
+    Broadcast,
     Checkpoint,
     Compute,
     Evaluate,
@@ -39,6 +43,8 @@ from tether.machine import (
     PeerJoined,
     PeerLost,
     Received,
+    Reduce,
+    Reduced,
     Row,
     Started,
     StopRequested,
@@ -46,12 +52,14 @@ from tether.machine import (
     TimerFired,
     tensors_of,
 )
-from tether.runtimes.base import Observer, Outcome, Plan
-from tether.runtimes.collectives import Down, Up
+from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
+from tether.runtimes.collectives import Collectives, Down, Up
 from tether.runtimes.faults import Fault, Faults
 from tether.runtimes.interpreter import Interpreter, T, message_bytes
+from tether.runtimes.randomness import random_state, randomness_kept, restore_random, seed_all
 from tether.trace import Tracer
 from tether.vector import Shared, raw_bytes
+from tether.wire import payload_bytes
 
 #: what a message weighs besides its tensors
 HEADER_BYTES = 200
@@ -95,6 +103,9 @@ class Sim:
     latency: str | float = "0.2ms"
     step_seconds: str | float | StepTime = 0.1
     model_bytes: str | int | None = None
+    #: what a broadcast or a reduction costs beside the link: per use, and as a bandwidth; None is nothing
+    exchange_seconds: str | float = 0.0
+    exchange_rate: str | float | None = None
     faults: Faults = field(default_factory=Faults)
     #: check invariants after every event and tensors after every transfer
     checked: bool = True
@@ -116,6 +127,9 @@ class Sim:
         if units.bytes_per_second(self.link, "the link") <= 0:
             raise UsageError("the link needs some bandwidth, such as 1gbit")
         units.seconds(self.latency, "the latency")
+        units.seconds(self.exchange_seconds, "exchange_seconds")
+        if self.exchange_rate is not None and units.bytes_per_second(self.exchange_rate, "exchange_rate") <= 0:
+            raise UsageError("exchange_rate is a bandwidth, such as 200mbit; leave it out if bytes cost nothing more")
         self.step_time  # noqa: B018 (refuses a bad value now)
         if self.model_bytes is not None and units.byte_count(self.model_bytes, "model_bytes") <= 0:
             raise UsageError("model_bytes must be more than 0, such as 7MiB")
@@ -126,14 +140,17 @@ class Sim:
             return self.step_seconds
         return StepTime(units.seconds(self.step_seconds, "step_seconds"))
 
+    @property
+    def priced(self) -> bool:
+        """Whether broadcasts and reductions cost more than the link."""
+        return units.seconds(self.exchange_seconds) > 0 or self.exchange_rate is not None
+
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         threads = torch.get_num_threads()
         torch.set_num_threads(self.threads)
         try:
-            with _randomness_kept():
-                torch.manual_seed(plan.seed)
-                np.random.seed(plan.seed % 2**32)
-                random.seed(plan.seed)
+            with randomness_kept():
+                seed_all(plan.random_seed)
                 return Simulation(self, plan, observer).run()
         finally:
             torch.set_num_threads(threads)
@@ -145,6 +162,8 @@ class Sim:
             "latency": self.latency,
             "step_seconds": self.step_time.seconds,
             "model_bytes": self.model_bytes,
+            "exchange_seconds": self.exchange_seconds,
+            "exchange_rate": self.exchange_rate,
             "threads": self.threads,
         }
 
@@ -198,6 +217,46 @@ class _Cut:
     until: float = 0.0
 
 
+class _Priced(Collectives):
+    """Collectives with a price at the root: broadcasts leave it later, and reductions close later."""
+
+    def __init__(self, place: _Place, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._place = place
+        settings = place.simulation.settings
+        self._seconds = units.seconds(settings.exchange_seconds)
+        rate = settings.exchange_rate
+        self._seconds_per_byte = 0.0 if rate is None else place.bytes_scale / units.bytes_per_second(rate)
+        #: until when the root is busy with earlier ones, in each direction
+        self._out_free = self._in_free = 0.0
+
+    def broadcast(self, effect: Broadcast) -> None:
+        simulation = self._place.simulation
+        self._out_free = max(self._out_free, simulation.now) + self._price(message_bytes(effect.message))
+        simulation.at(self._out_free, super().broadcast, effect)
+
+    def reduce(self, effect: Reduce) -> list[Event]:
+        return self._later(super().reduce(effect))
+
+    def receive(self, message: Up | Down[Any]) -> list[Event]:
+        return self._later(super().receive(message))
+
+    def lost(self, peer: str) -> list[Event]:
+        return self._later(super().lost(peer))
+
+    def _price(self, size: int) -> float:
+        return self._seconds + size * self._seconds_per_byte
+
+    def _later(self, events: list[Event]) -> list[Event]:
+        simulation = self._place.simulation
+        for event in events:
+            if isinstance(event, Reduced):
+                size = 0 if event.total is None else payload_bytes([event.total])
+                self._in_free = max(self._in_free, simulation.now) + self._price(size)
+                simulation.at(self._in_free, self._place.deliver, event)
+        return [event for event in events if not isinstance(event, Reduced)]
+
+
 class _Place:
     """A node in the simulation; also its interpreter's host."""
 
@@ -214,7 +273,7 @@ class _Place:
         self.gradient_at = 0.0
         self.slow_until = 0.0
         self.slow_factor = 1.0
-        self.rng = np.random.default_rng((simulation.plan.seed, zlib.crc32(node.name.encode())))
+        self.rng = np.random.default_rng((simulation.plan.random_seed, zlib.crc32(node.name.encode())))
         self.timers: dict[str, int] = {}
         machine, replica = simulation.plan.build(node, shared=simulation.shared)
         if simulation.plan.shares:
@@ -228,7 +287,17 @@ class _Place:
             recorder=simulation.plan.recorder(node, replica),
             checked=simulation.settings.checked,
             compress=simulation.plan.compress,
+            collectives=partial(_Priced, self) if simulation.settings.priced else Collectives,
         )
+        #: how many evaluations its replica has been told of
+        self._observed = 0
+        self.observe()
+
+    def observe(self) -> None:
+        """Take in the evaluations that are new."""
+        for metrics in self.simulation.observer.observed()[self._observed :]:
+            self._observed += 1
+            self.interpreter.replica.observe(metrics)
 
     def now(self) -> float:
         return self.simulation.now
@@ -237,7 +306,9 @@ class _Place:
         self.simulation.transmit(self, to, message)
 
     def compute(self, effect: Compute) -> None:
-        taken = self.interpreter.replica.compute(effect.wanted, effect.fresh)
+        replica = self.interpreter.replica
+        replica.seek(effect.batch, effect.upcoming, effect.position)
+        taken = replica.compute(effect.wanted, effect.fresh)
         seconds = self.simulation.settings.step_time.draw(self.node, self.rng)
         if self.simulation.now < self.slow_until:
             seconds *= self.slow_factor
@@ -284,13 +355,23 @@ class _Place:
         self.simulation.observer.record(self.node.name, values, self.simulation.now)
 
     def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
-        with _randomness_kept():
+        with randomness_kept():
             self.simulation.observer.evaluate(effect, weights, self.simulation.now)
+        for place in self.simulation.living():
+            place.observe()
         if not effect.final and (reason := self.simulation.observer.stop_requested()):
             self.simulation.request_stop(reason)
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
-        self.simulation.observer.checkpoint(effect, weights, replica_state, self.simulation.now)
+        workers = {
+            place.node.index: replica_state if place is self else place.interpreter.replica.state()
+            for place in self.simulation.living()
+            if place.node.computes
+        }
+        if workers:  # all draw from the generators of this process: the first has their state
+            workers[min(workers)]["random"] = random_state()
+        states = NodeStates({} if self.node.computes else replica_state, workers)
+        self.simulation.observer.checkpoint(effect, weights, states, self.simulation.now)
 
     def finish(self, reason: str, weights: Tensor) -> None:
         if self.simulation.plan.joint in ("", self.node.name) and self.simulation.reason is None:
@@ -337,6 +418,11 @@ class Simulation:
         settings.faults.check({node.name for node in plan.nodes})
         self._by_step = [fault for fault in settings.faults.schedule if fault.step is not None]
         self._places = {node.name: _Place(self, node) for node in plan.nodes}
+        for place in self._places.values():
+            state = plan.state_of(place.node)
+            place.interpreter.replica.restore(state)
+            if "random" in state:
+                restore_random(state["random"])
         self._interfaces: dict[str, _Interface] = {}
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -372,6 +458,10 @@ class Simulation:
             lost=frozenset(name for name, place in self._places.items() if place.died_at is not None),
             events=self.events,
         )
+
+    def living(self) -> list[_Place]:
+        """The nodes that have not died."""
+        return [place for place in self._places.values() if place.died_at is None]
 
     def request_stop(self, reason: str) -> None:
         """Tell the joint node, or everybody where none is special."""
@@ -457,13 +547,14 @@ class Simulation:
         name = place.node.name
         place.died_at = self.now
         self.observer.note(f"{name} died at {self.now:.6g} s")
-        if name == self.plan.joint:
-            raise RunError(f"{name}, which holds the joint model, died at {self.now:.6g} s; continue from its backup")
+        if name in self.plan.vital:
+            held = "the joint model" if name == self.plan.joint else "a part of the joint model"
+            raise RunError(f"{name}, which holds {held}, died at {self.now:.6g} s; continue from its backup")
         if restarts:
             self._restarts_due += 1
             successor = place.node.successor()
             self.at(self.now + after + 2 * self.settings.detect_seconds, self._join, successor)
-        living = [other for other in self._places.values() if other.died_at is None]
+        living = self.living()
         if not self._restarts_due and not any(other.node.computes for other in living):
             raise RunError(f"no worker is left: {name} was the last and died at {self.now:.6g} s")
         for other in living:
@@ -472,8 +563,10 @@ class Simulation:
 
     def _join(self, node: Node) -> None:
         self._restarts_due -= 1
-        others = [other for other in self._places.values() if other.died_at is None]
+        others = self.living()
         place = self._places[node.name] = _Place(self, node)
+        peers = (other.interpreter.replica.state() for other in others if other.node.computes)
+        place.interpreter.replica.restore(next(filter(None, peers), self.plan.state_of(node)))
         self.observer.note(f"{node.name} joined at {self.now:.6g} s")
         self.at(self.now, place.deliver, Started((*(other.node.name for other in others), node.name)))
         for dead in self._places.values():
@@ -484,7 +577,7 @@ class Simulation:
 
     def _standing(self) -> str:
         """What every living node knows, for the error of a run that hangs."""
-        living = [place for place in self._places.values() if place.died_at is None]
+        living = self.living()
         told = [f"{place.node.name}: {_describe(place.interpreter.machine)}" for place in living[:6]]
         return "; ".join(told + ([f"and {len(living) - 6} more"] if len(living) > 6 else []))
 
@@ -519,15 +612,3 @@ def _checksum(message: Message) -> int:
     for tensor in tensors_of(message):
         checksum = zlib.crc32(raw_bytes(tensor), checksum)
     return checksum
-
-
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
-    """Give the global generators, which a task may use, back as they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=()):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 
 #: how long an exchange may take before its job is cancelled
 EXCHANGE_SECONDS = 120.0
+#: how many exchanges run at a time; more than a protocol has under way, since some may be waiting for a hung agent
+EXCHANGES_MAX = 16
 #: how often those who were not reached are tried again
 TRIES = 3
 #: the largest first word of an agent
@@ -505,7 +507,7 @@ class Jobs:
         self._agents = agents
         self._note = note
         self._group = f"tether exchange {uuid.uuid4().hex[:8]}"
-        self._pool = ThreadPoolExecutor(max_workers=4, thread_name_prefix="exchange")
+        self._pool = ThreadPoolExecutor(max_workers=EXCHANGES_MAX, thread_name_prefix="exchange")
         self._pending: list[Future[None]] = []
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()

@@ -85,18 +85,12 @@ class Classification(Task):
         device = next(model.parameters()).device
         tensors = samples.tensors
         wrong, loss, count = 0, 0.0, 0
-        training = model.training
-        model.eval()
-        try:
-            with torch.no_grad():
-                for parts in zip(*(torch.split(tensor, self.chunk) for tensor in tensors), strict=True):
-                    inputs, labels = self.examples([part.to(device) for part in parts])
-                    scores, labels = model(inputs).flatten(0, -2), labels.flatten()
-                    wrong += int((scores.argmax(1) != labels).sum())
-                    loss += float(functional.cross_entropy(scores, labels, reduction="sum"))
-                    count += len(labels)
-        finally:
-            model.train(training)
+        for parts in zip(*(torch.split(tensor, self.chunk) for tensor in tensors), strict=True):
+            inputs, labels = self.examples([part.to(device) for part in parts])
+            scores, labels = model(inputs).flatten(0, -2), labels.flatten()
+            wrong += int((scores.argmax(1) != labels).sum())
+            loss += functional.cross_entropy(scores, labels, reduction="sum").item()
+            count += len(labels)
         return {"error": wrong / count, "loss": loss / count}
 
     @cached_property

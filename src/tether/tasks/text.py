@@ -40,10 +40,10 @@ class Text(Classification):
     What it takes to classify other texts are plain attributes, and travel with the task: `words` (each with its index),
     `length` (of a text in words) and `labels` (by the model's answers). `encode` makes the model's input.
 
-    Mini-batch size and epochs are the careful ones of the GaDei paper, table 3, unless they are given; a run of which
-    nothing is said ends sooner, when `validation_error` has stopped getting better, and gives the model that had the
-    best. That is the error on rows set aside for it: the rows of `error`, which is what the model is worth, choose
-    nothing.
+    Learners train asynchronously unless a protocol is given. Mini-batch size and epochs are the careful ones of the
+    GaDei paper, table 3, unless they are given; a run of which nothing is said ends sooner, when `validation_error` has
+    stopped getting better, and gives the model that had the best. That is the error on rows set aside for it: the rows
+    of `error`, which is what the model is worth, choose nothing.
     """
 
     options: ClassVar = Classification.options | {
@@ -65,6 +65,8 @@ class Text(Classification):
     #: texts may be long
     chunk: ClassVar = 100
     epochs = 200
+    #: GaDei's way: small mini-batches pay where every gradient is used at once, on weights that learners share
+    protocol: ClassVar = {"name": "server", "sync": "async", "apply": "auto"}
 
     def __init__(
         self,
