@@ -48,7 +48,7 @@ EXAMPLES: dict[type[Options], list[Message]] = {
     Elastic: [
         Ask(first=True),
         Ask(),
-        Centre(torch.arange(3.0), 0.1, (3, 5), 2),
+        Centre(torch.arange(3.0), 0.1, 7, early=True),
         Difference(torch.ones(2), torch.zeros(1), 7, 0.1, 0.05, 0.0),
     ],
     Grid: [

@@ -405,7 +405,7 @@ class Plateau(Watched):
 def rate_after(evaluations: int) -> float:
     """The rate of `Plateau` after so many evaluations."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.05)
-    scheduler = Plateau().scheduler(optimizer)
+    scheduler = Plateau().scheduler(optimizer, None)
     for _ in range(evaluations):
         scheduler.step(0.5)
     return float(optimizer.param_groups[0]["lr"])

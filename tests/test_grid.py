@@ -518,10 +518,11 @@ def test_a_newcomer_begins_with_a_peers_values_and_then_gets_a_place() -> None:
     world.mail["worker-0", "worker-9"].popleft()
     effects = world.feed("worker-9", Received("worker-0", welcome))
     assert torch.equal(world.vectors["worker-9"], masters)
-    assert isinstance(effects[0], Install) and any(isinstance(effect, Compute) for effect in effects)
+    assert isinstance(effects[0], Install) and "worker-9" not in world.computing, "it was dealt nothing yet"
     assert world.said(Ready, "worker-9")
     assert "worker-9" not in world.machines["worker-0"]._members()
     world.deliver()
+    assert "worker-9" in world.computing
     assert all("worker-9" in machine._members() for machine in world.machines.values())
     assert {machine.stamp for machine in world.machines.values()} == {(1, "worker-0", 2)}
 

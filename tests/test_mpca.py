@@ -46,6 +46,7 @@ from tether.machine import (
 )
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
+from tether.protocols.ledger import DEALING, More
 from tether.protocols.mpca import PATIENCE, PULL, SHARDS_MAX, AreYouThere, Here, MpcaHub, MpcaWorker, Projected
 from tether.run import resume
 from tether.rundir import RunDirectory
@@ -105,6 +106,10 @@ class HubAlone:
         self.feed(Started(members_of(len(self.machine.seat.workers))))
 
     def feed(self, event: Event, now: float = 0.0) -> list[Effect]:
+        if isinstance(event, Reduced):  # nobody makes more than it was dealt
+            ledger = self.machine.pace.ledger
+            for name, steps in zip(event.contributors, event.steps, strict=True):
+                ledger.deal(name, max(0, steps - len(ledger.held[name])) or 1)
         effects = self.machine.handle(event, now)
         self.machine.check()
         for effect in effects:
@@ -318,9 +323,9 @@ def test_the_workers_of_a_new_run_begin_at_once() -> None:
     options = Mpca(phases=3)
     vector = numbers(1, 7)
     worker = MpcaWorker(seat_of(options, "worker-0", vector), options)
-    assert worker.handle(Started(members_of(2)), 0.0) == [Compute()]
+    assert [type(effect) for effect in worker.handle(Started(members_of(2)), 0.0)] == [Compute]
     effects = worker.handle(GradientReady(torch.ones(7), 1.0, 16, 0.1), 0.1)
-    assert effects == [Step(), Compute()], "nothing pulls where nothing was told yet"
+    assert [type(effect) for effect in effects] == [Step, Compute], "nothing pulls where nothing was told yet"
     projected = Projected(0, 0, 0.25, 0.0, numbers(2, 2))
     (contribution,) = worker.handle(Broadcasted("shard 0", members_of(2), projected), 0.15)
     assert isinstance(contribution, Reduce) and (contribution.weight, contribution.steps) == (1.0, 1)
@@ -329,7 +334,8 @@ def test_the_workers_of_a_new_run_begin_at_once() -> None:
 
 def test_who_comes_late_begins_with_the_joint_model_once_it_has_every_shard() -> None:
     worker = WorkerAlone(Mpca(phases=3), late=True)
-    assert [type(effect) for effect in worker.effects] == [Reduce, Install, Compute]
+    assert [type(effect) for effect in worker.effects] == [Reduce, Install, Send]
+    assert worker.effects[-1].message.idle, "it was dealt nothing yet"
     assert torch.equal(worker.vector, worker.target)
     assert [(weight, steps) for _, weight, steps, _ in worker.contributions] == [(0.0, 0)] * 4, "it holds nobody up"
 
@@ -749,6 +755,8 @@ class World:
                 self.contributed[name, reduction.shard] = self.made[name]
             case SetTimer(name=timer):
                 self.timers.add((name, timer))
+            case Send(to=to, message=message) if isinstance(message, DEALING):
+                self.feed(to, Received(name, message))
 
     def history_of(self, tag: str) -> tuple[int, int]:
         _, shard, cycle = tag.split()
@@ -1016,7 +1024,7 @@ def test_who_comes_late_begins_with_the_joint_model_and_takes_part() -> None:
             newest = {projected.shard: projected.values for projected in hub}
             assert torch.equal(install.values, torch.cat([newest[shard] for shard in sorted(newest)]))
             assert len(install.values) == 64 and install.start == 0
-            assert now < 12.0 and isinstance(effects[-1], Compute)
+            assert now < 12.0 and isinstance(effects[-1].message, More)  # type: ignore[attr-defined]
             assert float(install.values.square().mean()) < 0.2, "trained, not the initial model of ones"
     assert begun == 1
     told = [effect.steps for _, _, effects in joined for effect in of_kind(effects, Reduce)]

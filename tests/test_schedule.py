@@ -65,8 +65,8 @@ class Watched(RunPlan):
         assert isinstance(replica, Learner)
         step = replica.step
 
-        def noted(gradient: Any, rate: float, touched: Any = (), position: int | None = None) -> None:
-            step(gradient, rate, touched, position)
+        def noted(gradient: Any, rate: float, touched: Any, position: int | None, staleness: float) -> None:
+            step(gradient, rate, touched, position, staleness)
             at = replica._position if position is None else position
             self.rates.append((node.name, at * BATCH, replica.optimizer.param_groups[0]["lr"]))
 

@@ -90,8 +90,8 @@ def test_a_model_that_does_not_learn_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_run_that_does_not_repeat_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     steps_ever, step = itertools.count(), SyntheticLearner.step
 
-    def drifting(self: SyntheticLearner, gradient: Any, rate: float, touched: Any) -> None:
-        step(self, gradient, rate * (1 + 1e-6 * next(steps_ever)), touched)
+    def drifting(self: SyntheticLearner, gradient: Any, rate: float, *others: Any) -> None:
+        step(self, gradient, rate * (1 + 1e-6 * next(steps_ever)), *others)
 
     monkeypatch.setattr(SyntheticLearner, "step", drifting)
     assert judge(draw(10)).error == "RunError: a second run with the same seed gave another model"

@@ -391,44 +391,48 @@ class ElasticWorker:
                 self._centre = centre
                 if not self.tau:
                     self._take_up(centre)
-                    return [Install(centre.values), *self.portion.compute(), *self._ask_in_time(now)]
-                return self._go_on(now) if self._is_done else []
+                    return [Install(centre.values), *self._compute(now)]
+                return self._go_on(now) if self.steps == self.tau or self.portion.idle else []
             case Received(message=Lease() as lease):
                 return self.portion.take(lease)
             case Received(message=Recall()):
                 return [Send("hub", self.portion.give())]
         return []
 
-    @property
-    def _is_done(self) -> bool:
-        """All steps until the next exchange are made, or there is nothing to make more of."""
-        return self.steps == self.tau or (self.portion.idle and self.steps > 0)
-
     def _start(self, now: float) -> list[Effect]:
         """Begin at once with the model that all begin with, unless the others have begun long ago."""
         if self.seat.node.life > 1:
             return self._ask(now, first=True)
         self.tau, self.early = self._options.first_steps(self.seat)
-        return [*self.portion.compute(), *self._ask_in_time(now)]
+        return self._compute(now)
 
     def _go_on(self, now: float) -> list[Effect]:
         """At the end of a step, or when the centre that was waited for has come."""
         effects: list[Effect] = []
-        if not self._is_done and not (self.early and self._centre is not None):
-            effects = self.portion.compute()
-            if not self._is_done:
-                return [*self._ask_in_time(now), *effects]
+        if self.steps < self.tau and not (self.early and self._centre is not None):
+            effects = self._compute(now)
+            if not self.portion.idle:
+                return effects
         if self._centre is None:
-            return [*effects, *self._ask_in_time(now)]
+            return effects or self._ask_in_time(now)
         effects += self._exchange(self._centre, now - self._idle_since)
         self._take_up(self._centre)
-        return [*effects, *self._ask_in_time(now), *self.portion.compute()]
+        return effects + self._compute(now)
+
+    def _compute(self, now: float) -> list[Effect]:
+        compute = self.portion.compute()
+        return [*self._ask_in_time(now), *compute]
 
     def _ask_in_time(self, now: float) -> list[Effect]:
-        """Ask if the answer would otherwise come after the last step, as far as the last one tells."""
+        """Ask if the answer would otherwise come after the last step, as far as the last one tells.
+
+        A worker that has nothing to train on exchanges what it has, and does not ask again until it has more.
+        """
+        if self.asked or (self.portion.idle and not self.steps):
+            return []
         left = (self.tau - self.steps) * self._step_seconds
         late = self.ahead and 0 < left < self._answer_seconds + self._step_seconds
-        return self._ask(now) if (late or self.early or self._is_done) and not self.asked else []
+        return self._ask(now) if late or self.early or self.steps == self.tau or self.portion.idle else []
 
     def _ask(self, now: float, first: bool = False) -> list[Effect]:
         self.asked = True

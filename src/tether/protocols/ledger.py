@@ -32,10 +32,10 @@ import msgspec
 from tether.errors import InvariantBroken
 from tether.machine import Compute, Effect, Message, Seat, Wanted
 
-#: how many mini-batches a worker is dealt at a time, unless it asks for more
-AHEAD = 32
-#: a worker is dealt at most this share of what is left for it, so that all finish together
-SHARE = 4
+#: how many mini-batches a worker is dealt at a time, unless it asks for more: requests may wait behind whole models
+AHEAD = 128
+#: but no more than one in so many of what is left for it, so that all finish together
+SHARE = 2
 #: the most mini-batches that a worker asks for
 WANTED_MAX = 1024
 #: how many mini-batches may be loaded ahead
