@@ -419,7 +419,16 @@ def evaluations_of(run: Path) -> int:
 
 
 ASYNC = Server(sync="async", rate="none")
-PLATEAU = [Single(), Averaging(tau=2), Server(), ASYNC, Elastic(tau=2), Mpca(), Grid(), INLINE]
+PLATEAU = [
+    Single(),
+    Averaging(tau=2),
+    Server(rate="none"),
+    ASYNC,
+    Elastic(tau=2),
+    Mpca(),
+    Grid(),
+    Server(sync="async", apply="inline", rate="none"),
+]
 
 
 @pytest.mark.parametrize("options", PLATEAU, ids=str)

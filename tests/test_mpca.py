@@ -141,7 +141,7 @@ class HubAlone:
 @pytest.mark.parametrize("weighted", [True, False])
 def test_the_joint_model_follows_equations_4_5_8_and_9(phases: Any, weighted: bool) -> None:
     options = Mpca(phases=phases, weighted=weighted, beta=0.6, gamma=0.7, delta=0.8, beta_cycles=4, gamma_cycles=3)
-    hub = HubAlone(options, parameters=8)
+    hub = HubAlone(options, parameters=8, workers=3)
     joint = hub.vector.clone()
     velocity = torch.zeros(8, dtype=torch.float64)
     for shard in range(phases):
@@ -859,7 +859,8 @@ def test_in_any_order_every_step_is_reduced_once_and_nobody_stands_still(
         history = world.history.get(shard, [])
         expected = [(kind, cycle) for cycle in range(len(history)) for kind in ("broadcast", "reduction", "closed")]
         assert history == expected[: len(history)]
-    counted = min(world.closed.get(shard, 0) for shard in range(len(world.cut)))
+    shards = range(len(world.cut))
+    counted = sum(min(world.counted.get((name, shard), 0) for shard in shards) for name in world.workers)
     assert world.hub.pace.step == counted // workers and world.hub.pace.samples == counted
 
 

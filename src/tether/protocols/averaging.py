@@ -108,7 +108,7 @@ class Averaging(Options):
 
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
-        return cls(tau=1), cls(tau=4), cls(), cls(tau=4, outer="nesterov"), cls(tau=2, outer="momentum", outer_rate=1.0)
+        return cls(tau=1), cls(tau=4), cls(), cls(tau=4, outer="nesterov"), cls(tau=2, outer="momentum", outer_rate=0.3)
 
     def machine(self, seat: Seat) -> Machine:
         if seat.node.role == "hub":

@@ -97,9 +97,7 @@ class Pace:
     learning-rate schedule and when it is evaluated follow from that alone; a goal of `steps` is one of each worker.
     """
 
-    def __init__(
-        self, seat: Seat, state: Callable[[], dict[str, Any]] = dict, ahead: int = AHEAD, **deal: bool
-    ) -> None:
+    def __init__(self, seat: Seat, state: Callable[[], dict[str, Any]] = dict, ahead: int = AHEAD, **deal: Any) -> None:
         """`state` gives what a checkpoint keeps of the protocol; `ahead` and `deal` are the ledger's."""
         self.schedule = schedule = seat.schedule
         self.ledger = Ledger(seat, ahead, **deal)
@@ -155,8 +153,10 @@ class Pace:
         if self.schedule.goal is None:
             steps, self._gradients = divmod(self._gradients + gradients, workers)
             self.step = min(self.schedule.steps, self.step + steps)
+        elif self.complete:
+            self.step = self.schedule.steps
         else:
-            self.step = min(self.schedule.steps, self.position // self._step_batches)
+            self.step = min(self.schedule.steps - 1, self.position // self._step_batches)
 
     def _evaluations_due(self) -> int:
         return self.step // self.schedule.evaluate_every

@@ -102,6 +102,8 @@ class Centre(Message, frozen=True):
     alpha: float
     tau: int
     early: bool = False
+    #: how many mini-batches of the run count so far
+    position: int = 0
 
 
 class Difference(Message, frozen=True):
@@ -294,7 +296,7 @@ class ElasticHub:
 
     def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
         tau, early = self._issue(worker)
-        return [Send(worker, Centre(snapshot(loose=True), alpha, tau, early))]
+        return [Send(worker, Centre(snapshot(loose=True), alpha, tau, early, self.pace.position))]
 
     def _issue(self, worker: str) -> tuple[int, bool]:
         """How many steps a worker makes until its next exchange, and whether that may be sooner."""
@@ -453,6 +455,7 @@ class ElasticWorker:
 
     def _take_up(self, centre: Centre) -> None:
         self.tau, self.early, self._centre, self.asked = centre.tau, centre.early, None, False
+        self.portion.position = max(self.portion.position, centre.position)
         self.steps = 0
 
     def check(self) -> None:

@@ -589,6 +589,7 @@ class GridNode:
         self.pace.step = max(self.pace.step, step)
         if not self.is_master and Spans(counted).total > Spans(self.counted).total:
             self.counted = counted
+            self.portion.position = max(self.portion.position, Spans(counted).total)
             if len(self._made) > MADE_KEPT:
                 known = Spans(counted)
                 self._made = [batch for batch in self._made if batch not in known]

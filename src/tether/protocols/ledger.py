@@ -24,8 +24,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import Any
 
 import msgspec
 
@@ -33,11 +34,11 @@ from tether.errors import InvariantBroken
 from tether.machine import Compute, Effect, Message, Seat, Wanted
 
 #: how many mini-batches a worker is dealt at a time, unless it asks for more: requests may wait behind whole models
-AHEAD = 128
+AHEAD = 1024
 #: but no more than one in so many of what is left for it, so that all finish together
 SHARE = 2
 #: the most mini-batches that a worker asks for
-WANTED_MAX = 1024
+WANTED_MAX = 8192
 #: how many mini-batches may be loaded ahead
 UPCOMING = 2
 
@@ -125,8 +126,13 @@ class Spans:
 class Ledger:
     """At the node that counts: which mini-batches count, and who has the others."""
 
-    def __init__(self, seat: Seat, ahead: int = AHEAD, *, overshoots: bool = False, dealt: bool = True) -> None:
-        """`overshoots`: deal beyond the goal too, so that nobody ever stands idle; `dealt`: make the first deal."""
+    def __init__(
+        self, seat: Seat, ahead: int = AHEAD, *, overshoots: bool = False, dealt: bool = True, only: str | None = None
+    ) -> None:
+        """`overshoots`: deal beyond the goal too, so that nobody ever stands idle; `dealt`: make the first deal.
+
+        `only`: keep what that gives to one worker and forget the rest.
+        """
         schedule = seat.schedule
         self.counted = Spans(schedule.counted)
         self._goal = schedule.goal
@@ -141,7 +147,7 @@ class Ledger:
         self._returned = self.counted.gaps()
         #: of workers that died with something still on its way to the hub: dealt when nothing else is left
         self._late: list[int] = []
-        self._groups: deque[dict[str, list[int]]] = deque()
+        self._groups: deque[dict[str, range]] = deque()
         self.held: dict[str, deque[int]] = {name: deque() for name in self.members}
         #: how many of each place's mini-batches count, whoever made them
         self.made: Counter[int] = Counter()
@@ -157,7 +163,9 @@ class Ledger:
         self._spent: set[str] = set()
         if dealt:
             for worker in self.members:
-                self.deal(worker, ahead)
+                batches = self._choose(worker, ahead)
+                if only in (None, worker):
+                    self.held[worker].extend(batches)
 
     # ---- what counts ----
 
@@ -275,19 +283,21 @@ class Ledger:
 
     # ---- dealing ----
 
-    def deal(self, worker: str, wanted: int, share: int = SHARE) -> tuple[int, ...]:
+    def deal(self, worker: str, wanted: int) -> tuple[int, ...]:
         """The next mini-batches for a worker; none if there are none left."""
-        if self._bound:
-            batches = self._deal_own(worker, wanted)
-        else:
-            length = self._length(wanted, share)
-            at_goal = self._goal is not None and self._next >= self._goal
-            batches = self._take(self._returned, length) or (self._take(self._late, length) if at_goal else [])
-            batches = batches or self._take_lane(worker, length)
+        batches = self._choose(worker, wanted)
+        self.held[worker].extend(batches)
         if batches:
-            self.held[worker].extend(batches)
             self._spent.discard(worker)
         return tuple(batches)
+
+    def _choose(self, worker: str, wanted: int) -> Sequence[int]:
+        if self._bound:
+            return self._deal_own(worker, wanted)
+        length = self._length(wanted)
+        at_goal = self._goal is not None and self._next >= self._goal
+        batches = self._take(self._returned, length) or (self._take(self._late, length) if at_goal else [])
+        return batches or self._take_lane(worker, length)
 
     def deal_round(self, steps: int) -> dict[str, tuple[int, ...]]:
         """So many mini-batches for every worker that is present, in place of what it had; fewer where the goal ends."""
@@ -313,11 +323,11 @@ class Ledger:
         self._own[place] += wanted
         return [place + number * places for number in range(first, first + wanted)]
 
-    def _length(self, wanted: int, share: int) -> int:
+    def _length(self, wanted: int) -> int:
         if self._goal is None or self._overshoots:
             return max(1, wanted)
         left = self._goal - self._next + len(self._returned)
-        return max(1, min(wanted, math.ceil(left / (share * len(self.members)))))
+        return max(1, min(wanted, math.ceil(left / (SHARE * len(self.members)))))
 
     def _take(self, waiting: list[int], length: int) -> list[int]:
         """The first of these, and no more than a fair share of them."""
@@ -325,7 +335,7 @@ class Ledger:
         taken, waiting[:] = waiting[:count], waiting[count:]
         return taken
 
-    def _take_lane(self, worker: str, length: int) -> list[int]:
+    def _take_lane(self, worker: str, length: int) -> Sequence[int]:
         while self._groups and not self._groups[0]:
             self._groups.popleft()
         for group in self._groups:
@@ -341,14 +351,14 @@ class Ledger:
         last = self._groups[-1] if self._groups else {}
         return last.pop(worker if worker in last else next(iter(last))) if last else []
 
-    def _open(self, length: int) -> dict[str, list[int]]:
+    def _open(self, length: int) -> dict[str, range]:
         """The lanes of the next group, one for each worker that is present."""
         workers = sorted(self.members, key=lambda name: self.members[name])
         first, stop = self._next, self._next + length * len(workers)
         if self._goal is not None and not self._overshoots:
             stop = min(stop, self._goal)
         self._next = max(first, stop)
-        lanes = {worker: list(range(first + lane, stop, len(workers))) for lane, worker in enumerate(workers)}
+        lanes = {worker: range(first + lane, stop, len(workers)) for lane, worker in enumerate(workers)}
         return {worker: lane for worker, lane in lanes.items() if lane}
 
     def check(self) -> None:
@@ -365,10 +375,10 @@ class Ledger:
 class Portion:
     """A worker's mini-batches: those that it was dealt and has not begun, in order."""
 
-    def __init__(self, seat: Seat, ask: Callable[[More], list[Effect]], ahead: int = AHEAD, **first: bool) -> None:
+    def __init__(self, seat: Seat, ask: Callable[[More], list[Effect]], ahead: int = AHEAD, **first: Any) -> None:
         """`ask` gives the effects by which the hub is asked; `first` is what the ledger there was made with."""
         self._ask = ask
-        ledger = Ledger(seat, ahead, **first)
+        ledger = Ledger(seat, ahead, only=seat.node.name, **first)
         self._held = ledger.held.get(seat.node.name, deque())
         #: how far the run is, as far as is known here
         self.position = ledger.counted.total

@@ -116,6 +116,8 @@ class Projected(Message, frozen=True):
     #: what a step takes the usual worker; 0 if that is not known yet
     step_seconds: float
     values: Tensor
+    #: how many mini-batches of the run count so far
+    position: int = 0
 
 
 class AreYouThere(Message, frozen=True):
@@ -348,7 +350,8 @@ class MpcaHub:
             tag = tag_of(shard, cycle)
             self._under_way[tag] = _Flight(shard, now, members)
             alpha = self._alpha()
-            projected = Projected(shard, cycle, alpha, self._step_seconds(), self._projected[shard])
+            values, position = self._projected[shard], self.pace.position
+            projected = Projected(shard, cycle, alpha, self._step_seconds(), values, position)
             effects += [Broadcast(stream_of(tag), members, projected), Reduce(tag, members)]
             if usual := self._usual_seconds[shard]:
                 limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + projected.step_seconds
@@ -546,6 +549,7 @@ class MpcaWorker:
         self._targets[shard] = projected.values
         self._cycles[shard] = projected.cycle
         self.alpha = projected.alpha
+        self.portion.position = max(self.portion.position, projected.position)
         part, tag = self._cut[shard], tag_of(shard, projected.cycle)
         self._awaited[shard] = Reduce(tag, members, snapshot(part.start, part.stop))
         if last is not None and projected.cycle > last + 1:  # the others went on without it

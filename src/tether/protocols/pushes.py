@@ -139,7 +139,7 @@ def refuse(sender: str, length: int, expected: int) -> Send:
 
 def dealing(hard: bool) -> dict[str, Any]:
     """How mini-batches are dealt. In hardsync all wait for each other, so nobody may ever be without one."""
-    return {"ahead": 2, "overshoots": True} if hard else {}
+    return {"ahead": 16, "overshoots": True} if hard else {}
 
 
 def portion(seat: Seat, hard: bool = False) -> Portion:
