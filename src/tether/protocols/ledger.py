@@ -138,7 +138,6 @@ class Ledger:
         self._goal = schedule.goal
         self._bound = schedule.data_bound
         self._overshoots = overshoots
-        self._ahead = ahead
         self._indices = {node.name: node.index for node in seat.nodes if node.computes}
         self.places = frozenset(self._indices.values())
         #: the workers that are present, with their places among the lanes
@@ -202,10 +201,6 @@ class Ledger:
             self.counted = Spans([(0, self.counted.total + 1)])
         elif not self.counted.add(batch):
             raise InvariantBroken(f"mini-batch {batch} counts twice, now by {worker}")
-
-    def would_complete(self, gradients: int) -> bool:
-        """Whether so many more mini-batches are all that the goal needs."""
-        return self._goal is not None and self.counted.total + gradients >= self._goal
 
     # ---- who has what ----
 
@@ -362,14 +357,15 @@ class Ledger:
         return {worker: lane for worker, lane in lanes.items() if lane}
 
     def check(self) -> None:
-        """Raise `InvariantBroken` unless every mini-batch below the frontier is in one place."""
+        """Raise `InvariantBroken` unless as many mini-batches are in some place as were ever dealt."""
         if self._bound:
             return
-        places = [batch for held in self.held.values() for batch in held]
-        places += [batch for group in self._groups for lane in group.values() for batch in lane]
-        places += [*self._returned, *self._late]
-        if len(set(places)) != len(places) or len(places) + self.counted.total != self._next:
-            raise InvariantBroken(f"of {self._next} mini-batches {self.counted.total} count and {places} are elsewhere")
+        dealt = sum(map(len, self.held.values())) + sum(len(lane) for group in self._groups for lane in group.values())
+        waiting = len(self._returned) + len(self._late)
+        if self.counted.total + dealt + waiting != self._next:
+            raise InvariantBroken(
+                f"of {self._next} mini-batches {self.counted.total} count, {dealt} are dealt and {waiting} wait"
+            )
 
 
 class Portion:

@@ -460,9 +460,9 @@ class Driver:
             deadline = time.monotonic() + 2.0
             while time.monotonic() < deadline and self._inbox.socket.poll(100):
                 self._take_message()  # raises what it told
-        self._living.discard(name)
         if self._outcome is not None or name in self._said_bye:
-            return
+            return  # its last words may still be on their way
+        self._living.discard(name)
         if name not in self._said_hello:
             if death.replaced:
                 return
