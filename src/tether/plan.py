@@ -165,7 +165,7 @@ class Request:
                 done = restored.samples // batch_size
                 counted = ((0, done),)
             first_step = restored.step if goal is None else done // step_batches
-            if (first_step >= steps) if goal is None else (done >= goal):
+            if (first_step >= steps) if goal is None else any(start == 0 and stop >= goal for start, stop in counted):
                 raise UsageError(f"the run has made its {steps} steps: give more epochs or steps to go further")
         return Schedule(
             steps=max(1, steps),

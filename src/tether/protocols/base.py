@@ -146,7 +146,7 @@ class Pace:
         if now - self._saved_at >= self.schedule.checkpoint_seconds:
             self._saved_at = now
             effects.append(Checkpoint(self.step, self.samples, self.state()))
-        return effects
+        return effects + self._serve() if self.ledger.late_is_due else effects
 
     def tally(self, gradients: int, workers: int) -> None:
         """As `advance`, but nothing follows from it."""

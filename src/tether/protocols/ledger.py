@@ -144,7 +144,7 @@ class Ledger:
         self.members = dict(self._indices)
         self._next = self.counted.stop
         self._returned = self.counted.gaps()
-        #: of workers that died with something still on its way to the hub: dealt when nothing else is left
+        #: of workers that died with something still on its way to the hub: dealt when all else counts
         self._late: list[int] = []
         self._groups: deque[dict[str, range]] = deque()
         self.held: dict[str, deque[int]] = {name: deque() for name in self.members}
@@ -232,7 +232,7 @@ class Ledger:
         if worker not in self.members:
             return
         self._recalled.discard(worker)
-        given = set(batches)
+        given = set(batches) & set(self.held[worker])
         if not given:
             self._spent.add(worker)
         self.held[worker] = deque(batch for batch in self.held[worker] if batch not in given)
@@ -290,9 +290,15 @@ class Ledger:
         if self._bound:
             return self._deal_own(worker, wanted)
         length = self._length(wanted)
-        at_goal = self._goal is not None and self._next >= self._goal
-        batches = self._take(self._returned, length) or (self._take(self._late, length) if at_goal else [])
+        batches = self._take(self._returned, length) or (self._take(self._late, length) if self.late_is_due else [])
         return batches or self._take_lane(worker, length)
+
+    @property
+    def late_is_due(self) -> bool:
+        """Nothing is left but what dead workers had, and no longer comes from whoever had it of them."""
+        if self._goal is None or not self._late:
+            return False
+        return (self._next if self._overshoots else self.counted.total + len(self._late)) >= self._goal
 
     def deal_round(self, steps: int) -> dict[str, tuple[int, ...]]:
         """So many mini-batches for every worker that is present, in place of what it had; fewer where the goal ends."""
