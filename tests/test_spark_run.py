@@ -516,6 +516,8 @@ def test_a_large_offer_comes_in_parts_with_its_buffers_as_they_are(code: str) ->
 
 def test_a_root_learns_of_a_sum_or_that_nobody_is_left() -> None:
     root = Offers("hub", lambda to, message: None)
+    for tag in ("round 1", "round 2"):
+        root.reduce(Reduce(tag, ("hub", "a", "b")))
     (reduced,) = root.receive(Up("round 1", ("hub", "a", "b"), torch.ones(2), 3.0, {"b": 3, "a": 1}))
     assert isinstance(reduced, Reduced) and reduced.contributors == ("a", "b") and reduced.steps == (1, 3)
     (reduced,) = root.receive(Up("round 2", ("hub", "a"), torch.empty(0), 0.0, {}))

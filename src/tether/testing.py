@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ class Assassin(Progress):
             nodes = descendants(os.getpid())
             for victim in self.victims:
                 if victim in nodes:
-                    os.kill(nodes[victim], self.signal)
+                    with suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(nodes[victim], self.signal)
             self.victims = []
             self.killed_at = time.monotonic()
 
