@@ -340,6 +340,20 @@ def test_who_comes_late_begins_with_the_joint_model_once_it_has_every_shard() ->
     assert [(weight, steps) for _, weight, steps, _ in worker.contributions] == [(0.0, 0)] * 4, "it holds nobody up"
 
 
+def test_who_has_not_begun_yet_does_not_send_the_same_shard_round_without_end() -> None:
+    options = Mpca(phases=3)
+    seat = seat_of(options, "worker-0", numbers(1, 9))
+    worker = MpcaWorker(dataclasses.replace(seat, node=seat.node.successor()), options)
+    worker.handle(Started(members_of(2)), 0.0)
+    first, again = (
+        worker.handle(Broadcasted("shard 2", members_of(2), Projected(2, cycle, 0.0, 0.1, numbers(2, 3))), 0.01)
+        for cycle in (4, 5)
+    )
+    assert [type(effect) for effect in first] == [Reduce], "it holds nobody up"
+    assert again == [SetTimer("shard 2", pytest.approx(0.1))], "what it gives has not changed since"
+    assert [type(effect) for effect in worker.handle(TimerFired("shard 2"), 0.11)] == [Reduce]
+
+
 def test_a_worker_is_displaced_before_every_gradient() -> None:
     """Equation 7, over the whole vector."""
     worker = WorkerAlone(Mpca(phases=2), alpha=0.25)
@@ -1093,6 +1107,15 @@ def test_unchanged_shards_do_not_circulate_without_end() -> None:
     outcome, rows = simulate(Mpca(), sim, steps=50)
     cycles = max(row["cycle"] for row in rows)
     assert 45 < cycles < 80 and outcome.meters["hub"].messages_sent < 3 * 2 * 80
+
+
+def test_shards_do_not_circulate_between_the_hub_and_one_who_has_not_begun() -> None:
+    """The others are dead, which nobody knows yet, and a newcomer has not got every shard."""
+    faults = Faults().restart("worker-0", at=0.163, seconds=0.16).restart("worker-1", at=0.5126, seconds=0.32)
+    sim = Sim(workers=3, link=1e9, latency=0.0, step_seconds=StepTime(0.1, spread=0.1), faults=faults)
+    sim = dataclasses.replace(sim, detect_seconds=0.5)
+    outcome, rows = simulate(Mpca(), sim, steps=58, seed=382)
+    assert outcome.reason.startswith("all steps made") and max(row["cycle"] for row in rows) < 120
 
 
 def test_taus_follow_the_speeds() -> None:

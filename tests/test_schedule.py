@@ -15,6 +15,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from tether import Averaging, Elastic, Faults, Grid, Length, Mpca, Server, Sim, Single
+from tether.errors import RunError
 from tether.learner import Learner
 from tether.machine import Checkpoint, Node, Replica
 from tether.plan import Request, RunPlan
@@ -92,6 +93,7 @@ def train(
     sim: Sim,
     restored: Restored | None = None,
     protocol: str = "",
+    keeper: Keeper | None = None,
     **goal: Any,
 ) -> tuple[list[tuple[str, int, float]], Keeper]:
     workers = min(sim.workers, options.workers_max or sim.workers)
@@ -100,7 +102,7 @@ def train(
     if restored is not None:
         restored = replace(restored, protocol=protocol or options.name)
     plan = Watched(**vars(RunPlan.make(task, options, sim, request, restored)))
-    keeper = Keeper()
+    keeper = keeper or Keeper()
     sim.execute(plan, keeper)
     return plan.rates, keeper
 
@@ -133,6 +135,18 @@ def replaced(options: Options) -> list[tuple[str, int, float]]:
     return train(options, Falling(), Sim(workers=WORKERS, faults=faults, detect_seconds=0.1))[0]
 
 
+def restarted(options: Options) -> list[tuple[str, int, float]]:
+    """What `run` does when the nodes that it cannot go on without have died: plan again from the last checkpoint."""
+    workers = min(WORKERS, options.workers_max or WORKERS)
+    faults = Faults()
+    for name in options.vital or [f"worker-{index}" for index in range(workers)]:
+        faults = faults.crash(name, at=6.0 if workers > 1 else 24.0)
+    keeper = Keeper()
+    with pytest.raises(RunError, match="died at"):
+        train(options, Falling(), Sim(workers, faults=faults), keeper=keeper, checkpoint_seconds=0.5)
+    return train(options, Falling(), Sim(workers), keeper.kept[-1])[0]
+
+
 def warmed_up(options: Options) -> list[tuple[str, int, float]]:
     _, keeper = train(Server(sync="hard"), Falling(), Sim(workers=options.workers_max or WORKERS), epochs=1.5)
     return train(options, Falling(), Sim(workers=WORKERS), keeper.kept[-1], protocol="server")[0]
@@ -144,6 +158,7 @@ CASES: dict[str, Callable[[Options], list[tuple[str, int, float]]]] = {
     "resume, 2 workers": lambda options: resumed(options, 2),
     "resume, 7 workers": lambda options: resumed(options, 7),
     "replaced": replaced,
+    "restart": restarted,
     "warm-up": warmed_up,
 }
 

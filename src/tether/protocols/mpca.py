@@ -555,7 +555,8 @@ class MpcaWorker:
         if last is not None and projected.cycle > last + 1:  # the others went on without it
             self.taus[shard] = min(self.taus[shard], self.least)
         left = self._given_at[shard] + self.least * projected.step_seconds - now
-        if self.running and self.taus[shard] < self.least and left > 0:
+        # before it has begun it contributes a shard at once, but the same shard a second time only in its turn
+        if (self.running or last is not None) and self.taus[shard] < self.least and left > 0:
             effects: list[Effect] = [SetTimer(stream_of(tag), left)]
         else:
             effects = [self._contribute(shard, now)]
