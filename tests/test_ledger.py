@@ -90,6 +90,7 @@ PROTOCOLS: list[Options] = [
     Server(sync="hard"),
     Server(sync="hard", topology="tree", fan_out=2),
     Server(sync="soft", n=2),
+    Server(sync="soft", topology="tree", fan_out=2, overlap=True),
     Server(sync="async"),
     Server(sync="async", topology="tree", fan_out=2, overlap=True),
     Server(sync="async", push_every=3, pull_every=2),
