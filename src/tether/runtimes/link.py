@@ -96,6 +96,10 @@ class Inbox:
         """Let go of a dead peer's memory."""
         self._opener.forget(sender)
 
+    def close(self) -> None:
+        """By the thread that uses it."""
+        self.socket.close(linger=0)
+
 
 class Opener:
     """Takes messages out of their envelopes."""
@@ -159,8 +163,11 @@ class Outbox:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         #: who is reached through the directory
         self._near: set[str] = set()
+        self._closed = False
 
     def send(self, to: str, message: Message) -> None:
+        if self._closed:
+            return  # the node is over, and nobody waits for what it still does
         if to not in self._sockets:
             socket = self._context.socket(zmq.PUSH)
             socket.set_hwm(0)
@@ -184,6 +191,13 @@ class Outbox:
         self.addresses.pop(to, None)
         if self._memory is not None:
             self._memory.forget(to)
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Send nothing any more; what is on its way may take that long to leave."""
+        self._closed = True
+        for socket in self._sockets.values():
+            socket.close(linger=round(linger_seconds * 1000))
+        self._sockets.clear()
 
     def _lend(self, to: str, frame: Frame) -> Loan | None:
         return self._memory.lend(to, frame) if self._memory is not None and to in self._near else None
