@@ -30,7 +30,7 @@ import zmq
 from torch import Tensor
 
 from tether.compress import Packed
-from tether.errors import WireError
+from tether.errors import RunError, WireError
 from tether.machine import (
     Checkpoint,
     Compute,
@@ -68,6 +68,8 @@ SHARED = "shared"
 #: exit status of a process that has told the driver about its error
 TOLD = 3
 REPORT_SECONDS = 0.25
+#: how many messages a peer may have under way to a node that does not answer
+EARLY_PER_NODE_MAX = 1000
 #: how long what a node has said last may take to leave it
 LAST_WORDS_SECONDS = 2.0
 
@@ -116,6 +118,7 @@ class NodeProcess:
         self._began: float | None = None
         #: what came from others before the driver said to begin
         self._early: list[Received] = []
+        self._early_max = EARLY_PER_NODE_MAX * len(plan.nodes)
         self._reported_at = 0.0
         #: the processor's time that the link's thread has taken, which the training thread reads
         self._link_seconds = 0.0
@@ -304,7 +307,8 @@ class NodeProcess:
                 self._began = time.monotonic()
                 self._outbox.addresses |= addresses
                 self._interpreter.feed(Started(members))
-                for event in self._early:
+                early, self._early = self._early, []
+                for event in early:
                     self._interpreter.feed(event)
                 return
             case control.Joined(peer=peer, role=role, address=address):
@@ -337,9 +341,17 @@ class NodeProcess:
             case _:
                 event = Received(sender, message)
                 if self._began is None:
-                    self._early.append(event)
+                    self._keep_early(event)
                     return
         self._interpreter.feed(event)
+
+    def _keep_early(self, event: Received) -> None:
+        if len(self._early) == self._early_max:
+            raise RunError(
+                f"{self.name} was sent {self._early_max + 1} messages before it was told to begin: the driver does not "
+                "respond, or a peer sends without waiting for answers"
+            )
+        self._early.append(event)
 
     def fail(self, error: Exception) -> None:
         """End as soon as possible, and raise that where the node runs."""
@@ -409,8 +421,10 @@ def _tell_failure(birth: Birth, node: Node, error: Exception) -> None:
     told = traceback.format_exc()
     print(told, file=sys.stderr)
     context: zmq.Context[Any] = zmq.Context()
-    outbox(birth, node, context).send(DRIVER, control.Failed(type(error).__name__, str(error), told))
-    context.destroy(linger=round(LAST_WORDS_SECONDS * 1000))
+    to_driver = outbox(birth, node, context)
+    to_driver.send(DRIVER, control.Failed(type(error).__name__, str(error), told))
+    to_driver.close(LAST_WORDS_SECONDS)
+    context.term()
 
 
 def birth_certificate(birth: Birth, node: Node, path: list[str]) -> bytes:
