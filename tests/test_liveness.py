@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from tether import Averaging, Local, Mpca, RunError, Server, start
+from tether import Averaging, Local, Mpca, RunError, Server, Spark, start
 from tether.errors import NodesLost
 from tether.progress import make_progress
 from tether.protocols import Options
@@ -331,3 +331,31 @@ def test_closing_a_run_returns_even_if_a_process_does_not_seem_to_die(tmp_path: 
     assert result.figures["steps"] == 2000
     notes = [text for _, text in fell.notes]
     assert any("hub, which holds the joint model, could not be killed yet" in text for text in notes), notes
+
+
+class FallsAsleep(Blobs):
+    """The first worker that looks for it after some losses never returns from another."""
+
+    def __init__(self, asleep: Path) -> None:
+        super().__init__()
+        self.asleep = asleep
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        taken = vars(model)["losses_taken"] = vars(model).get("losses_taken", 0) + 1
+        if taken > 20:
+            with suppress(FileExistsError):
+                self.asleep.open("x").close()
+                threading.Event().wait()
+        return super().loss(model, batch)
+
+
+@pytest.mark.spark
+def test_on_spark_a_worker_whose_step_never_ends_is_given_up_and_the_others_go_on(spark: Any, tmp_path: Path) -> None:
+    watcher = Assassin([], 0)
+    task, on = FallsAsleep(tmp_path / "asleep"), Spark(spark, 2, hung_seconds=4.0)
+    goal: dict[str, Any] = {"steps": 60, "evaluate_every": 1e9}
+    result = start(task, Averaging(tau=5), on, run_dir=tmp_path / "run", progress=watcher, **goal).wait(300.0)
+    assert result.figures["steps"] >= 60 and task.asleep.exists()
+    notes = [text for _, text in watcher.notes]
+    assert any("has been at one gradient for" in text for text in notes), notes
+    assert any("is given up; the others go on" in text for text in notes), notes
