@@ -26,6 +26,9 @@ class Large(Blobs):
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 64_000), nn.ReLU(), nn.Linear(64_000, 2))
 
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"parameters": float(sum(parameter.numel() for parameter in model.parameters()))}
+
 
 def descriptors() -> list[str]:
     """What this process has open, each by what it is."""

@@ -377,7 +377,7 @@ class Driver:
                 self._take_other(sender, message)
 
     def _wait_for_data(self) -> None:
-        """Rows come in. One job brings them to all workers, perhaps in turns, so none of them is late meanwhile."""
+        """Data is on its way. One job brings it to all workers, perhaps in turns, so none of them is late meanwhile."""
         for name in self._living:
             if self._nodes[name].computes:
                 self._started[name] = self._clock.seconds

@@ -99,7 +99,10 @@ class Nursery:
 
     def _fork_server_error(self) -> RunError:
         """Why the fork server is gone: if it was killed another may serve, but an error would come again."""
-        status = self._process.wait()
+        try:
+            status = self._process.wait(STATUS_SECONDS)
+        except subprocess.TimeoutExpired:
+            return NodesLost("the fork server has closed its connection")
         if status < 0:
             return NodesLost(f"the fork server was killed by {signal.Signals(-status).name}")
         return RunError(f"the fork server has ended with status {status}; see logs/nursery.log of the run")

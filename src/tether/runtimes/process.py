@@ -442,7 +442,8 @@ def _read_certificate(stream: BinaryIO) -> tuple[Birth, Node]:
 
 
 def _follow_lifeline(stream: BinaryIO, directory: Path) -> None:
-    stream.read()
+    with suppress(OSError):
+        stream.read()
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 
