@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tether import Faults, Grid, Local, Sim, StepTime
-from tether.errors import UsageError
+from tether.errors import InvariantBroken, UsageError
 from tether.machine import (
     Add,
     Blend,
@@ -503,6 +503,17 @@ def test_what_belongs_to_an_older_configuration_is_ignored_and_to_a_newer_one_ke
     assert world.feed("worker-1", Received("worker-0", late)) == []
     assert world.feed("worker-1", Received("worker-0", Config(1, "worker-0", 1, names(3), 0, ()))) == []
     assert world.machines["worker-1"].stamp == (1, "worker-0", 2)
+
+
+def test_of_configurations_to_come_no_more_is_kept_than_peers_can_have_under_way() -> None:
+    world = World(Grid(), 2)
+    late = Slice((1, "worker-0", 1), 0, 1, 3, 1.0, torch.zeros(4, dtype=torch.float64))
+    for version in range(2, 50):
+        world.feed("worker-1", Received("worker-0", replace_stamp(late, (1, "worker-0", version))))
+        world.machines["worker-1"].check()
+    with pytest.raises(InvariantBroken, match="worker-1 holds 17 early messages of worker-0; 16 may come"):
+        for _ in range(50):
+            world.feed("worker-1", Received("worker-0", replace_stamp(late, (1, "worker-0", 50))))
 
 
 def replace_stamp(message: Slice, stamp: tuple[int, str, int]) -> Slice:

@@ -176,7 +176,7 @@ def test_a_process_that_stands_still_is_ended_and_the_others_go_on(tmp_path: Pat
     result = run(Blobs(), Averaging(tau=5), local, steps=3000, run_dir=tmp_path / "run", progress=paralyser)
     assert result.figures["steps"] == 3000 and result.metrics["error"] < 0.1
     notes = [text for _, text in paralyser.notes]
-    assert "worker-1 has shown no sign of life for 2 s and is ended" in notes
+    assert "worker-1 has not responded for 2 s and is killed" in notes
     assert any("worker-1 was killed by SIGKILL" in text for text in notes) and nothing_is_left()
 
 

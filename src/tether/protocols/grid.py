@@ -66,7 +66,7 @@ compute.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -707,10 +707,24 @@ class GridNode:
             case Recall():
                 self._send(sender, self.portion.give())
 
+    def _keep_early(self, sender: str, message: Open | Slice | Mean | Done) -> None:
+        """Keep a message until its configuration comes. What the sender said in an earlier one is void by now."""
+        still = [(other, held) for other, held in self._held if other != sender or held.stamp == message.stamp]
+        self._held = [*still, (sender, message)]
+        self._check_held()
+
+    def _check_held(self) -> None:
+        """A peer has only so many rounds under way with one that does not answer, in the lines that two can share."""
+        kinds, lines_max = 4, 2 * self.options.dimensions
+        allowed = kinds * lines_max * self.options.rounds_in_flight
+        for sender, count in Counter(sender for sender, _ in self._held).items():
+            if count > allowed:
+                raise InvariantBroken(f"{self.name} holds {count} early messages of {sender}; {allowed} may come")
+
     def _receive_of_round(self, sender: str, message: Open | Slice | Mean | Done, now: float) -> None:
         if message.stamp != self.stamp:
             if message.stamp > self.stamp:
-                self._held.append((sender, message))
+                self._keep_early(sender, message)
             return
         lane = self._lanes.get(message.line)
         if lane is None or sender not in lane.line.peers:
@@ -1154,6 +1168,7 @@ class GridNode:
         if self.stamp < self._obeyed:
             raise InvariantBroken(f"{self.name} went back from configuration {self._obeyed} to {self.stamp}")
         self._obeyed = self.stamp
+        self._check_held()
         allowed = self.options.rounds_in_flight
         for lane in self._lanes.values():
             if max(len(lane.rounds), len(lane.led)) > allowed:

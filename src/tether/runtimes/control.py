@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from torch import Tensor
 
 from tether.machine import Message
@@ -19,8 +20,18 @@ class Hello(Message, frozen=True):
     address: str = ""
 
 
+class Work(msgspec.Struct, frozen=True, array_like=True):
+    """What a node is doing, for how long, and how long that took at most before; None if it never ended yet."""
+
+    what: str
+    seconds: float
+    longest_seconds: float | None
+
+
 class Alive(Message, frozen=True):
-    """The node's link is awake."""
+    """The node's process responds, and this is under way in it."""
+
+    work: tuple[Work, ...]
 
 
 class Note(Message, frozen=True):

@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
 from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
 from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.runtimes.liveness import START_SECONDS, AwakeClock, overdue_seconds
 from tether.runtimes.memory import Memory
 from tether.wire import pack_tree, unpack_tree
 
@@ -34,8 +35,6 @@ from tether.wire import pack_tree, unpack_tree
 DRIVER = "driver"
 #: how long processes are given to end by themselves
 GRACE_SECONDS = 1.5
-#: how long a process may take to come up: importing torch and loading the data
-START_SECONDS = 300.0
 #: how much of the time states of workers may take on their way to the driver, and how long they are waited for at first
 STATES_SHARE = 0.02
 STATES_SECONDS = 10.0
@@ -158,9 +157,9 @@ class Driver:
         host: str = "",
         types: Iterable[type[Message]] = (),
     ) -> None:
-        """A process without a sign of life for `hung_seconds` is ended. With a `host` nodes may be on other machines.
+        """A process that has not responded or made progress for `hung_seconds` or more is killed.
 
-        `types` are those of messages for `_take_other`.
+        With a `host` nodes may be on other machines. `types` are those of messages for `_take_other`.
         """
         self._plan = plan
         self._observer = observer
@@ -172,8 +171,8 @@ class Driver:
         types = (*control.FROM_NODE, *types)
         self._inbox = Inbox(self._context, self.directory, DRIVER, types, keys=self.keys, host=host)
         self.address = self._inbox.address
-        memory = Memory(self.directory, DRIVER)
-        self._outbox = Outbox(self._context, self.directory, DRIVER, memory=memory, keys=self.keys)
+        self._memory = Memory(self.directory, DRIVER)
+        self._outbox = Outbox(self._context, self.directory, DRIVER, memory=self._memory, keys=self.keys)
         self._crews: dict[str, Crew] = {}
         self._nodes = {node.name: node for node in plan.nodes}
         self._living: set[str] = set()
@@ -196,9 +195,13 @@ class Driver:
         self._arrivals: dict[str, tuple[str, str, Census]] = {}
         #: of how many evaluations each node has been told
         self._observed: defaultdict[str, int] = defaultdict(int)
-        #: when each process was last heard of, and when that was last looked at
+        self._clock = AwakeClock()
+        #: by that clock: when each process was started or brought some of its data, last responded, and was killed
+        self._started: dict[str, float] = {}
         self._heard: dict[str, float] = {}
-        self._watched_at = self._heard_at = time.monotonic()
+        self._killed: dict[str, float] = {}
+        #: what each process was doing when it last responded
+        self._work: dict[str, tuple[control.Work, ...]] = {}
 
     def run(self, crews: Iterable[tuple[Crew, list[Node]]]) -> Outcome:
         """From the start of the processes to the end of the run; each crew has some of the nodes."""
@@ -209,7 +212,8 @@ class Driver:
             self._living |= {node.name for node in nodes}
         for crew, nodes in crews:
             crew.start(nodes)
-        self._await(self._is_complete, START_SECONDS)
+            self._started |= dict.fromkeys((node.name for node in nodes), self._clock.tick())
+        self._await_all()
         self._began = True
         members = self._members()
         self._tell_evaluations()
@@ -257,6 +261,7 @@ class Driver:
         if self._doorman is not None:
             self._doorman.stop()
         self._context.destroy(linger=0)
+        self._memory.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _all_crews(self) -> list[Crew]:
@@ -276,17 +281,20 @@ class Driver:
         for name in sorted(self._living & self._said_hello - {but}):
             self._outbox.send(name, message)
 
-    def _await(self, done: Callable[[], bool], seconds: float) -> None:
-        self._heard_at = time.monotonic()
-        while not done():
-            if time.monotonic() > self._heard_at + seconds:
-                missing = sorted(self._living - self._said_hello)
-                raise RunError(f"{', '.join(missing)} did not come up within {seconds:g} s{self._output(missing[0])}")
+    def _await_all(self) -> None:
+        """Until every node has come up, each within its own time."""
+        while not self._is_complete():
+            if late := [name for name in sorted(self._living) if self._is_late(name)]:
+                raise RunError(f"{', '.join(late)} did not come up within {START_SECONDS:g} s{self._output(late[0])}")
             self._turn(0.1)
+
+    def _is_late(self, name: str) -> bool:
+        return name not in self._said_hello and self._clock.seconds - self._started[name] > START_SECONDS
 
     def _turn(self, seconds: float) -> None:
         """Wait for something to happen and take it in."""
         self._poller.poll(round(seconds * 1000))
+        self._clock.tick()
         while self._inbox.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             self._take_message()
         for crew in self._all_crews():
@@ -296,20 +304,32 @@ class Driver:
                         self._nodes[node.name] = node
                         self._crews[node.name] = crew
                         self._living.add(node.name)
+                        self._started[node.name] = self._clock.seconds
                     case Died():
                         self._take_death(news)
 
     def _watch(self) -> None:
-        """End who shows no sign of life; what follows from that is what follows from any death."""
-        now, limit = time.monotonic(), self._hung_seconds
-        if now - self._watched_at > limit / 2:  # it was this process that stood still
-            self._heard = dict.fromkeys(self._living, now)
-        self._watched_at = now
-        for name in sorted(self._living & self._said_hello):
-            if now - self._heard.setdefault(name, now) > limit:
-                self._observer.note(f"{name} has shown no sign of life for {limit:g} s and is ended")
-                self._heard[name] = math.inf
+        """Kill processes that have stopped; what follows from that is what follows from any death."""
+        now = self._clock.seconds
+        for name in sorted(self._living):
+            if name in self._killed:
+                if now - self._killed[name] > GRACE_SECONDS:  # one in an uninterruptible sleep dies when it wakes up
+                    self._take_death(Died(name, "could not be killed yet"))
+            elif stopped := self._how_stopped(name):
+                self._observer.note(f"{name} {stopped} and is killed")
+                self._killed[name] = now
                 self._crews[name].end(name)
+
+    def _how_stopped(self, name: str) -> str:
+        """Why this process is to be killed, or "" if all is well."""
+        if name not in self._said_hello:
+            return f"did not come up within {START_SECONDS:g} s" if self._is_late(name) else ""
+        if self._clock.seconds - self._heard.setdefault(name, self._clock.seconds) > self._hung_seconds:
+            return f"has not responded for {self._hung_seconds:g} s"
+        for work in self._work.get(name, ()):
+            if limit := overdue_seconds(work, self._hung_seconds):
+                return f"has been at one {work.what} for {work.seconds:.0f} s, longer than the {limit:.0f} s allowed,"
+        return ""
 
     def _take_message(self) -> None:
         try:
@@ -319,16 +339,17 @@ class Driver:
             return
         if sender not in self._living:
             return  # it is of somebody who is dead for all others
-        observer, self._heard_at = self._observer, time.monotonic()
-        if self._heard.get(sender) != math.inf:
-            self._heard[sender] = time.monotonic()
+        observer = self._observer
+        self._heard[sender] = self._clock.seconds
         match message:
             case control.Hello(address=address):
                 self._arrive(sender, address)
-            case control.Alive():
-                pass  # that it was heard of is all there is to it
+            case control.Alive(work=work):
+                self._work[sender] = work
             case control.Note(text=text):
                 observer.note(f"{sender}: {text}")
+                if sender not in self._said_hello:
+                    self._wait_for_data()
             case control.Report(meter=meter, now=now):
                 self._meters[sender] = meter
                 observer.meter(meter, now)
@@ -354,6 +375,12 @@ class Driver:
                 raise _error(sender, kind, text, told)
             case _:
                 self._take_other(sender, message)
+
+    def _wait_for_data(self) -> None:
+        """Data is on its way. One job brings it to all workers, perhaps in turns, so none of them is late meanwhile."""
+        for name in self._living:
+            if self._nodes[name].computes:
+                self._started[name] = self._clock.seconds
 
     def _take_other(self, sender: str, message: Message) -> None:
         """A message that only some drivers know."""
@@ -453,6 +480,8 @@ class Driver:
 
     def _take_death(self, death: Died) -> None:
         name, how = death.name, death.how
+        if name not in self._living:
+            return  # it was counted as dead when it could not be killed
         self._arrivals.pop(name, None)
         for census in self._censuses():
             census.forget(name, time.monotonic())

@@ -5,6 +5,8 @@ a directory have their sockets there, and large tensors stay in shared memory: t
 meets the same frames either way. Others are reached by TCP at an address that somebody must have told. A run that uses
 TCP has one pair of keys, and who does not hold it can neither send to its nodes nor read what they send (CURVE).
 
+Protocols have only so many messages under way, so queues are short; one that grows without end is an error.
+
 An `Outbox` may be used by one thread at a time, under the node's lock; an `Inbox` by one thread only.
 """
 
@@ -20,10 +22,13 @@ import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from tether.errors import WireError
+from tether.errors import RunError, WireError
 from tether.machine import Message
 from tether.runtimes.memory import SHARED_BYTES_MIN, Loan, Memory, PeerMemory
 from tether.wire import Codec, Frame
+
+#: how many messages may wait at each end of a link. Rows of metrics for a driver that is stopped are the most there are
+QUEUE_MAX = 1_000_000
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -78,7 +83,7 @@ class Inbox:
         host: str = "",
     ) -> None:
         self.socket = context.socket(zmq.PULL)
-        self.socket.set_hwm(0)
+        self.socket.set_hwm(QUEUE_MAX)
         #: how it is reached from other machines
         self.address = ""
         if keys is not None:
@@ -95,6 +100,10 @@ class Inbox:
     def forget(self, sender: str) -> None:
         """Let go of a dead peer's memory."""
         self._opener.forget(sender)
+
+    def close(self) -> None:
+        """By the thread that uses it."""
+        self.socket.close(linger=0)
 
 
 class Opener:
@@ -159,11 +168,14 @@ class Outbox:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
         #: who is reached through the directory
         self._near: set[str] = set()
+        self._closed = False
 
     def send(self, to: str, message: Message) -> None:
+        if self._closed:
+            return  # the node is over, and nobody waits for what it still does
         if to not in self._sockets:
             socket = self._context.socket(zmq.PUSH)
-            socket.set_hwm(0)
+            socket.set_hwm(QUEUE_MAX)
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
             if self._keys is not None:
                 self._keys.lock(socket, server=False)
@@ -174,7 +186,13 @@ class Outbox:
                 self._near.add(to)
             self._sockets[to] = socket
         frames = enveloped(self._codec, self._name, message, partial(self._lend, to))
-        self._sockets[to].send_multipart(frames, copy=False)
+        try:
+            self._sockets[to].send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            raise RunError(
+                f"{QUEUE_MAX:,} messages of {self._name} wait for {to}, which does not take them: it is stopped, or "
+                "too slow for what it is sent"
+            ) from None
 
     def forget(self, to: str) -> None:
         """Drop what is still on its way to a dead peer, and take back what it was lent."""
@@ -184,6 +202,13 @@ class Outbox:
         self.addresses.pop(to, None)
         if self._memory is not None:
             self._memory.forget(to)
+
+    def close(self, linger_seconds: float = 0.0) -> None:
+        """Send nothing any more; what is on its way may take that long to leave."""
+        self._closed = True
+        for socket in self._sockets.values():
+            socket.close(linger=round(linger_seconds * 1000))
+        self._sockets.clear()
 
     def _lend(self, to: str, frame: Frame) -> Loan | None:
         return self._memory.lend(to, frame) if self._memory is not None and to in self._near else None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import sys
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -17,7 +16,8 @@ from tether.machine import Node
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.driver import Came, Died, Driver, check_processes
 from tether.runtimes.launch import Nursery
-from tether.runtimes.memory import create
+from tether.runtimes.liveness import START_SECONDS
+from tether.runtimes.memory import Region, create
 from tether.runtimes.process import SHARED, TOLD, Birth, birth_certificate
 
 
@@ -30,7 +30,8 @@ class Local:
     threads: int = 1
     #: how often a run that has lost its hub or all its workers goes on by itself, from its last backup
     restarts: int = 3
-    #: a process that has shown no sign of life for so long is ended
+    #: a process that has not responded or made progress for so long is killed; slow steps may take five times as long
+    #: as the longest so far
     hung_seconds: float = 60.0
 
     name = "local"
@@ -45,14 +46,12 @@ class Local:
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         driver = Driver(plan, observer, self.hung_seconds)
-        try:
-            #: the vector of all nodes, if they have one; it outlives each of them
-            shared = _share(driver.directory, plan.vector_bytes) if plan.shares else None
-            outcome = driver.run([(Children(Birth(plan, driver.directory, self.threads)), list(plan.nodes))])
-            del shared
-            return outcome
-        finally:
-            driver.close()
+        with ExitStack() as at_the_end:
+            at_the_end.callback(driver.close)
+            if plan.shares:  # the vector of all nodes, which outlives each of them
+                shared = _share(driver.directory, plan.vector_bytes)
+                at_the_end.callback(lambda: shared.close_descriptor())
+            return driver.run([(Children(Birth(plan, driver.directory, self.threads)), list(plan.nodes))])
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -74,14 +73,17 @@ class Children:
 
     def start(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
-            pid = self._nursery.bear(birth_certificate(self._birth, node, list(sys.path)), self._log(node.name))
+            pid = self._nursery.bear(
+                birth_certificate(self._birth, node, list(sys.path)), self._log(node.name), START_SECONDS
+            )
             self._names[pid] = node.name
 
     def fileno(self) -> int:
         return self._nursery.fileno()
 
     def news(self) -> list[Came | Died]:
-        return [Died(self._names[pid], _how(status), status == TOLD) for pid, status in self._nursery.deaths()]
+        # one whose status is unknown may have told its error
+        return [Died(self._names[pid], _how(status), status in (TOLD, None)) for pid, status in self._nursery.deaths()]
 
     def end(self, name: str) -> None:
         for pid, other in self._names.items():
@@ -104,11 +106,13 @@ class Children:
         return self._logs[name]
 
 
-def _how(status: int) -> str:
+def _how(status: int | None) -> str:
+    if status is None:
+        return "has died, and the fork server has not told how"
     return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
 
 
-def _share(directory: Path, size: int) -> mmap.mmap:
+def _share(directory: Path, size: int) -> Region:
     try:
         return create(directory, SHARED, size)
     except OSError as error:

@@ -24,6 +24,7 @@ import weakref
 from collections import defaultdict, deque
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -123,6 +124,11 @@ class Memory:
                     self._region[number] = 0
             self._sweep()
 
+    def close(self) -> None:
+        """Let nobody attach the region any more. It is gone when the last tensor in it is."""
+        if isinstance(self._region, Region):
+            self._region.close_descriptor()
+
     @property
     def used_bytes(self) -> int:
         """How much of the region is held or lent."""
@@ -204,18 +210,28 @@ def _roomy(directory: Path, name: str, size: int) -> mmap.mmap:
     return mmap.mmap(-1, LOANS_MAX)
 
 
-def create(directory: Path, name: str, size: int) -> mmap.mmap:
-    """A region that others can attach as long as this process lives, and have for as long as they like."""
+class Region(mmap.mmap):
+    """Memory that others can attach until its descriptor is closed, and have for as long as they like."""
+
+    #: may be called again; at the latest, what collects the region does so
+    close_descriptor: weakref.finalize[..., Any]
+
+
+def create(directory: Path, name: str, size: int) -> Region:
+    """Memory that others find under this name."""
     if not hasattr(os, "memfd_create"):
         raise OSError("this system has no memory without a name")
     descriptor = os.memfd_create(_title(directory, name), os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
+        (directory / f"{name}.memory").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
+        region = Region(descriptor, size)
     except OSError:
         os.close(descriptor)
         raise
-    (directory / f"{name}.memory").symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")
-    return mmap.mmap(descriptor, size)
+    region.close_descriptor = weakref.finalize(region, os.close, descriptor)
+    region.close_descriptor.atexit = False
+    return region
 
 
 def attach(directory: Path, owner: str) -> mmap.mmap:

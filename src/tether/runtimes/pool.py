@@ -34,6 +34,10 @@ class Pool:
         with self._idle:
             self._idle.wait_for(lambda: self._under_way == 0)
 
+    def close(self) -> None:
+        """Begin nothing more; what has begun ends by itself."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
     def _do(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
         try:
             try:

@@ -1,8 +1,9 @@
 """One node in a process of its own.
 
 The training thread takes gradients and feeds them to the node itself; the link's thread feeds what is received. Both do
-so under the node's one lock, so a local step costs no thread switch. A child of the driver's has a lifeline, which
-carries first what to build; when it closes, the driver is gone and so is this process.
+so under the node's one lock, so a local step costs no thread switch. A third thread, the pulse, tells the driver what
+is under way. A child of the driver's has a lifeline, which carries first what to build; when it closes, the driver is
+gone and so is this process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, Union
 
@@ -28,7 +30,7 @@ import zmq
 from torch import Tensor
 
 from tether.compress import Packed
-from tether.errors import WireError
+from tether.errors import RunError, WireError
 from tether.machine import (
     Checkpoint,
     Compute,
@@ -49,9 +51,10 @@ from tether.machine import (
 from tether.runtimes import control
 from tether.runtimes.base import Plan
 from tether.runtimes.collectives import Collectives, Down, Exchange, Up
-from tether.runtimes.driver import DRIVER
+from tether.runtimes.driver import DRIVER, GRACE_SECONDS
 from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.runtimes.liveness import Pulse
 from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool
 from tether.runtimes.randomness import random_state, restore_random, seed_all
@@ -65,7 +68,10 @@ SHARED = "shared"
 #: exit status of a process that has told the driver about its error
 TOLD = 3
 REPORT_SECONDS = 0.25
-ALIVE_SECONDS = 0.5
+#: how many messages a peer may have under way to a node that does not answer
+EARLY_PER_NODE_MAX = 1000
+#: how long what a node has said last may take to leave it
+LAST_WORDS_SECONDS = 2.0
 
 
 @dataclass
@@ -100,6 +106,9 @@ class NodeProcess:
         #: where what it sends is lent from
         self.memory = Memory(birth.directory, self.name)
         self._outbox = outbox(birth, node, context, self.memory)
+        to_driver = outbox(birth, node, context)  # of its own, since the node's may be in use for long
+        self._pulse = Pulse(partial(to_driver.send, DRIVER), to_driver.close)
+        self._link = threading.Thread(target=self._listen, name="link", daemon=True)
         #: held by whoever feeds the node
         self.lock = threading.Lock()
         self._wanted = threading.Condition(self.lock)
@@ -109,6 +118,7 @@ class NodeProcess:
         self._began: float | None = None
         #: what came from others before the driver said to begin
         self._early: list[Received] = []
+        self._early_max = EARLY_PER_NODE_MAX * len(plan.nodes)
         self._reported_at = 0.0
         #: the processor's time that the link's thread has taken, which the training thread reads
         self._link_seconds = 0.0
@@ -201,8 +211,8 @@ class NodeProcess:
     def run(self) -> None:
         """The training thread, from hello to goodbye."""
         self._tell(control.Hello(self._inbox.address))
-        link = threading.Thread(target=self._listen, name="link", daemon=True)
-        link.start()
+        self._link.start()
+        self._pulse.start()
         try:
             self._train()
         except Exception as error:
@@ -211,6 +221,21 @@ class NodeProcess:
             raise self._failure
         with self.lock:
             self._tell(control.Bye(self._interpreter.meter, self._interpreter.tracer.spans))
+
+    def close(self) -> bool:
+        """End the threads, each of which closes its own sockets. False if one does not end, and uses them still."""
+        self._over = True  # without the lock, which a thread that does not end may hold
+        if self._link.ident is not None:
+            self._link.join(GRACE_SECONDS)
+            self._pulse.stop()
+        if self._link.is_alive():
+            return False
+        if self._pool is not None:
+            self._pool.close()
+        with self.lock:  # what the pool still does may want to send something
+            self._outbox.close(LAST_WORDS_SECONDS)
+        self.memory.close()
+        return True
 
     def _train(self) -> None:
         interpreter, replica = self._interpreter, self._interpreter.replica
@@ -226,15 +251,16 @@ class NodeProcess:
             # somebody may be still reading the last one
             fresh = effect.fresh or (taken is not None and self.memory.is_lent(taken.gradient))
             start = time.monotonic()
-            replica.seek(effect.batch, effect.upcoming, effect.position)
-            taken = replica.compute(effect.wanted, fresh)
+            with self._pulse.doing("gradient"):
+                replica.seek(effect.batch, effect.upcoming, effect.position)
+                taken = replica.compute(effect.wanted, fresh)
             seconds = time.monotonic() - start
             exchanged, before = self._link_seconds, exchanged
             ready = GradientReady(taken.gradient, taken.loss, taken.samples, seconds, exchanged - before, taken.touched)
             with self.lock:
                 if self._over:
                     return
-                interpreter.feed(ready)
+                self._feed(ready)
                 if (now := self.now()) - self._reported_at >= REPORT_SECONDS:
                     self._reported_at = now
                     self._tell(control.Report(interpreter.meter, now))
@@ -242,19 +268,16 @@ class NodeProcess:
     def _listen(self) -> None:
         poller = zmq.Poller()
         poller.register(self._inbox.socket, zmq.POLLIN)
-        alive_at = 0.0
         try:
             while not self._over:
                 if poller.poll(self._milliseconds_to_next_timer()):
                     self._take_message()
                 self._fire_timers()
-                if time.monotonic() - alive_at >= ALIVE_SECONDS:
-                    alive_at = time.monotonic()
-                    with self.lock:
-                        self._tell(control.Alive())
                 self._link_seconds = time.thread_time()
         except Exception as error:
             self.fail(error)
+        finally:
+            self._inbox.close()
 
     def _take_message(self) -> None:
         try:
@@ -269,6 +292,14 @@ class NodeProcess:
 
     def receive(self, sender: str, message: Message) -> None:
         """Take a message in, under the lock."""
+        with self._pulse.doing("event"):
+            self._take_in(sender, message)
+
+    def _feed(self, event: Event) -> None:
+        with self._pulse.doing("event"):
+            self._interpreter.feed(event)
+
+    def _take_in(self, sender: str, message: Message) -> None:
         event: Event
         replica = self._interpreter.replica
         match message:
@@ -276,7 +307,8 @@ class NodeProcess:
                 self._began = time.monotonic()
                 self._outbox.addresses |= addresses
                 self._interpreter.feed(Started(members))
-                for event in self._early:
+                early, self._early = self._early, []
+                for event in early:
                     self._interpreter.feed(event)
                 return
             case control.Joined(peer=peer, role=role, address=address):
@@ -309,9 +341,17 @@ class NodeProcess:
             case _:
                 event = Received(sender, message)
                 if self._began is None:
-                    self._early.append(event)
+                    self._keep_early(event)
                     return
         self._interpreter.feed(event)
+
+    def _keep_early(self, event: Received) -> None:
+        if len(self._early) == self._early_max:
+            raise RunError(
+                f"{self.name} was sent {self._early_max + 1} messages before it was told to begin: the driver does not "
+                "respond, or a peer sends without waiting for answers"
+            )
+        self._early.append(event)
 
     def fail(self, error: Exception) -> None:
         """End as soon as possible, and raise that where the node runs."""
@@ -332,7 +372,7 @@ class NodeProcess:
             while self._timers and self._timers[0][0] <= self.now():
                 _, name, setting = heapq.heappop(self._timers)
                 if self._settings[name] == setting:
-                    self._interpreter.feed(TimerFired(name))
+                    self._feed(TimerFired(name))
 
 
 def message_types(types: tuple[type[Message], ...], compressed: bool) -> list[Any]:
@@ -359,20 +399,32 @@ def live(birth: Birth, node: Node, context: zmq.Context[Any], follow: Callable[[
     torch.set_num_threads(birth.threads)
     seed_all((birth.plan.random_seed * 1_000_003 + node.index * 7919 + node.life) % 2**32)
     doorman = birth.keys.guard(context) if birth.keys else None
+    process: NodeProcess | None = None
     try:
         process = NodeProcess(birth, node, context)
         follow(process)
         process.run()
         return True
     except Exception as error:
-        told = traceback.format_exc()
-        print(told, file=sys.stderr)
-        outbox(birth, node, context).send(DRIVER, control.Failed(type(error).__name__, str(error), told))
+        _tell_failure(birth, node, error)
         return False
     finally:
+        closed = process is None or process.close()
         if doorman is not None:
             doorman.stop()
-        context.destroy(linger=2000)
+        if closed:  # else a thread that hangs would find its sockets gone
+            context.destroy(linger=round(LAST_WORDS_SECONDS * 1000))
+
+
+def _tell_failure(birth: Birth, node: Node, error: Exception) -> None:
+    """In a context of its own, since a thread that hangs may keep that of the node from ever ending."""
+    told = traceback.format_exc()
+    print(told, file=sys.stderr)
+    context: zmq.Context[Any] = zmq.Context()
+    to_driver = outbox(birth, node, context)
+    to_driver.send(DRIVER, control.Failed(type(error).__name__, str(error), told))
+    to_driver.close(LAST_WORDS_SECONDS)
+    context.term()
 
 
 def birth_certificate(birth: Birth, node: Node, path: list[str]) -> bytes:
@@ -390,7 +442,8 @@ def _read_certificate(stream: BinaryIO) -> tuple[Birth, Node]:
 
 
 def _follow_lifeline(stream: BinaryIO, directory: Path) -> None:
-    stream.read()
+    with suppress(OSError):
+        stream.read()
     shutil.rmtree(directory, ignore_errors=True)
     os._exit(1)
 

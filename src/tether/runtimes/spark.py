@@ -140,6 +140,7 @@ class SparkDriver(Driver):
         feeding = Feeding(source.fields, settings.memory_mb) if source is not None else None
         self._agents = Agents(settings.session, self._birth, self.address, feeding, self._feed)
         self._jobs = Jobs(settings.session, self._agents, observer.note)
+        self._feeds_under_way = 0
         self._codec = Codec([Message])
         #: reductions: who takes part, and who has offered so far, each in how many parts
         self._opened: dict[str, tuple[str, ...]] = {}
@@ -164,6 +165,7 @@ class SparkDriver(Driver):
         places = list(range(len(intakes))) if only is None else only
 
         def fed(rows: list[int]) -> None:
+            self._feeds_under_way -= 1
             # who was not reached has died, and its successor is fed by itself, or must be tried again
             now = self._agents.intakes()
             missed = [place for place, count in zip(places, rows, strict=True) if count == NONE]
@@ -172,10 +174,13 @@ class SparkDriver(Driver):
                     raise RunError(f"worker-{again[0]} could not be brought its data: {now[again[0]]} is out of reach")
                 self._feed(again, tries - 1)
 
+        self._feeds_under_way += 1
         self._jobs.submit(partial(self._plan.source.feed, intakes, self._agents.meeting.secret, only), fed)
 
     def _turn(self, seconds: float) -> None:
         super()._turn(seconds)
+        if self._feeds_under_way:  # rows may be shuffled for long before the first of them comes
+            self._wait_for_data()
         self._jobs.settle()
 
     def _take_other(self, sender: str, message: Message) -> None:
