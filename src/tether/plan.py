@@ -11,12 +11,13 @@ from typing import IO, Any, ClassVar
 
 import torch
 
+from tether.checkpoint import Restored
 from tether.errors import UsageError
 from tether.learner import Learner, SyntheticLearner
 from tether.machine import Machine, Message, Node, Replica, Schedule, Seat
 from tether.protocols import DEALING, Options
 from tether.record import EventLog
-from tether.rundir import Restored, RunDirectory
+from tether.rundir import RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
 from tether.task import (
