@@ -22,7 +22,7 @@ from tether.progress import Progress
 from tether.rundir import RunDirectory, not_finite
 from tether.runtimes.base import NodeStates, Outcome
 from tether.task import metric_of
-from tether.trace import Meter
+from tether.trace import SPANS_MAX, Meter
 from tether.twin import Guest, own_device
 from tether.vector import Vector, is_finite
 
@@ -230,6 +230,8 @@ class Director:
         for name, meter in outcome.meters.items():
             if name not in outcome.lost:
                 self.meter(meter, outcome.seconds)
+        if dropped := sum(meter.spans_dropped for meter in outcome.meters.values()):
+            self.note(f"{dropped} spans are not in trace.json, which has the first {SPANS_MAX} of each node")
         if self._evaluator is not None:
             if (waiting := self._evaluator.waiting) > 1:
                 self._progress.note(f"training has ended; {waiting} evaluations are still to be made")

@@ -55,6 +55,8 @@ class _Record(_Any, tag="record", kw_only=True):
     time: Quantity
     tau: Quantity | None = None
     cycle_seconds: Quantity | None = None
+    #: how many it stands for
+    rows: Annotated[int, msgspec.Meta(ge=1)] = 1
 
 
 class _Untrained(_Any, tag="untrained", kw_only=True):
