@@ -141,7 +141,7 @@ def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[
         try:
             now, digest, checksum, frames = msgspec.msgpack.decode(entry, type=tuple[float, str, int, list[bytes]])
             event, buffers = codec.decode(frames), Tensor()
-        except (msgspec.MsgspecError, WireError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, WireError) as error:  # also bad UTF-8, and nesting
             raise RunError(f"{path} is damaged: {error}") from error
         position += 8 + length
         match event:
