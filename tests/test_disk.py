@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from tether import Averaging, Local, Result, Server, Sim, Single, UsageError, resume, run
+from tether.errors import RunError
 from tether.progress import Progress, make_progress
 from tether.rundir import RunDirectory
 from tether.testing import Blobs
@@ -180,3 +181,17 @@ def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path) -> Non
     assert any("checkpoint" in note and os.strerror(27) in note for note in progress.notes)
     assert not broken(tmp_path / "run")
     assert resume(tmp_path / "run", Blobs(), steps=300, progress=QUIET).figures["steps"] == 300
+
+
+def test_processes_that_can_have_no_log_run_without(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").write_text("this is a file")
+    result = run(Blobs(), Averaging(tau=5), Local(1), steps=10, run_dir=tmp_path / "run", progress=QUIET)
+    assert result.figures["steps"] == 10 and result.figures["unsaved"] == []
+
+
+def test_a_record_that_cannot_be_written_ends_the_run_with_a_reason(disk: Disk) -> None:
+    """A record with holes is none: it could not be replayed."""
+    with pytest.raises(RunError, match=r"record/.*\.events cannot be written: No space left on device") as error:
+        train(disk, At(0, list), steps=20_000, record=True)
+    assert "\n" not in str(error.value)

@@ -378,6 +378,42 @@ def test_a_damaged_newest_checkpoint_in_a_storage_falls_back_to_the_one_before(f
     assert newest(here).step == 1
 
 
+def test_damage_in_a_storage_is_seen_and_told(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", folder)
+    here.write_config(config("running"))
+    for step in (1, 2):
+        save(here, step)
+    last = sorted((folder.path / "checkpoints").iterdir())[-1]
+    data = bytearray((last / "tensors.safetensors").read_bytes())
+    data[-1] ^= 1
+    (last / "tensors.safetensors").write_bytes(data)
+    (folder.path / "run.json").write_bytes(b"{")
+    monkeypatch.chdir(tmp_path)
+    there = RunDirectory.fetch(folder)
+    assert there.read_config() == config("running")
+    assert "run.json is damaged" in there.notes[0] and last.name in there.notes[0]
+    restored = newest(there)
+    assert restored.step == 1 and "tensors.safetensors" in restored.notes[0]
+    (folder.path / "run.json").unlink()
+    assert RunDirectory.fetch(folder).read_config() == config("running")
+
+
+class Full(Folder):
+    """To which nothing can be copied."""
+
+    def put(self, made: Path, name: str) -> None:
+        raise OSError("quota exceeded")
+
+
+def test_a_storage_that_takes_nothing_leaves_nothing_behind_here(tmp_path: Path) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", Full(tmp_path / "elsewhere"))
+    with pytest.raises(OSError, match="quota exceeded"):
+        save(here, 1)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(UsageError, match=r"the run directory .* cannot be used: quota exceeded"):
+        here.begin(config("running"))
+
+
 def test_a_storage_that_holds_a_run_is_refused_and_one_that_holds_none_too(folder: Folder, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"folder://.*elsewhere holds no run"):
         RunDirectory.fetch(folder)
