@@ -90,7 +90,7 @@ def test_a_disk_that_fills_up_during_a_run_costs_no_step(disk: Disk) -> None:
         told = [note for note in progress.notes if what in note and "No space left on device" in note]
         assert len(told) == 1, f"{what}: {progress.notes}"
     assert len(progress.notes) < 10
-    assert any("last checkpoint" in text for text in result.figures["unsaved"])
+    assert {"the last checkpoint", "trace.json", "run.json"} <= set(result.figures["unsaved"])
     assert not broken(disk.path / "run")
 
 
@@ -154,6 +154,14 @@ def test_the_best_model_of_a_run_with_patience_is_given_although_it_could_not_be
     )
     assert result.metrics["error"] == 0.0 and result.figures["model_step"] < result.figures["steps"]
     assert sum("best.safetensors cannot be written" in note for note in progress.notes) == 1
+
+
+def test_what_a_warm_up_has_come_to_is_not_lost_on_a_full_disk(disk: Disk) -> None:
+    """Its last checkpoint cannot be written, and what follows begins with it all the same."""
+    progress = At(60, disk.fill)
+    result = train(disk, progress, steps=200, warmup=Single(), warmup_epochs=2.0, checkpoint_seconds=1e9)
+    assert RunDirectory.open(disk.path / "run").load_checkpoint() is None
+    assert result.figures["steps"] == 200 and result.history[0]["step"] > 100, "the first phase made the others"
 
 
 @pytest.mark.parametrize("protocol", [Averaging(tau=5), Server(sync="async")], ids=lambda p: p.name)

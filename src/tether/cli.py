@@ -517,6 +517,7 @@ def _show(result: Result, as_json: bool) -> None:
             else {}
         ),
         **({"warning": figures["warning"]} if figures["warning"] else {}),
+        **({"not kept": ", ".join(figures["unsaved"])} if figures["unsaved"] else {}),
         "run": figures["run"],
     }.items():
         table.add_row(name, value)

@@ -271,16 +271,19 @@ class Director:
         else:
             self._owed.pop(what, None)
 
-    def retry(self) -> list[str]:
-        """Try once more to write what could not be written; what is still missing."""
+    def retry(self) -> None:
+        """Try once more to write what could not be written, and say what is still missing."""
         for what, write in list(self._owed.items()):
             self.keep(what, write)
+        if self.unsaved:
+            self.note(f"not kept: {', '.join(self.unsaved)}")
+
+    @property
+    def unsaved(self) -> list[str]:
+        """What could not be written so far."""
+        rows = self._metrics.unwritten
         missing = [what for what in self._owed if what != "metrics.jsonl"]
-        if rows := self._metrics.unwritten:
-            missing.append(f"{rows} rows of metrics.jsonl")
-        if missing:
-            self.note(f"not kept: {', '.join(missing)}")
-        return missing
+        return [*missing, f"{rows} rows of metrics.jsonl"] if rows else missing
 
     def newest(self) -> Restored | None:
         """What the run can go on from: its newest checkpoint, also one that could not be written."""

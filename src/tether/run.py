@@ -348,9 +348,11 @@ def _execute(
         raise
     if outcome.spans and plan.traced:
         director.keep("trace.json", lambda: directory.write_trace(outcome.spans))
-    result.figures["unsaved"] = director.retry()
+    director.retry()
+    result.figures["unsaved"] = director.unsaved
     ended = {**config, "status": "finished", "reason": outcome.reason, "result": result.figures}
     director.keep("run.json", lambda: directory.write_config(ended))
+    result.figures["unsaved"] = director.unsaved
     return result
 
 
