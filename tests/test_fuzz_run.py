@@ -1,6 +1,6 @@
 """Every file of a run, damaged in thousands of ways: what is whole is used, the rest is refused with a reason.
 
-`python tests/test_fuzz_run.py 20000` tries as many inputs for each decoder as it is told to.
+`python tests/test_fuzz_run.py 20000` tries so many inputs for each decoder, or only for those that are named after it.
 """
 
 from __future__ import annotations
@@ -169,8 +169,13 @@ def metrics(path: Path) -> Try:
         directory.metrics.write_bytes(mutations(original, rng))
         history = directory.history()
         history.evaluations(restored)
-        assert history.last_time <= 1e18 and (history.untrained is None or history.untrained.keys() == {"error"})
-        table([load_run(path)])
+        assert history.last_time <= 1e18 and all(
+            isinstance(value, int | float) for value in (history.untrained or {}).values()
+        )
+        record = load_run(path)
+        assert record.figures["seconds"] >= 0 and record.workers.keys() <= record.nodes.keys()
+        if rng.random() < 0.05:  # which takes longer than all the rest
+            table([record])
         return "left out" if len(history.rows) < rows else "taken"
 
     return attempt
@@ -226,6 +231,6 @@ def test_damaged_files_give_what_was_whole_or_a_clear_error(decoder: Callable[[P
 
 
 if __name__ == "__main__":
-    for each in DECODERS:
+    for each in [each for each in DECODERS if each.__name__ in sys.argv[2:] or not sys.argv[2:]]:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as place:
             print(each.__name__, dict(fuzz(each, Path(place), int(sys.argv[1]))), flush=True)
