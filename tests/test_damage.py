@@ -266,6 +266,12 @@ def test_a_damaged_run_json_without_a_checkpoint_is_an_error_that_says_what_is_w
             read()
 
 
+def test_a_new_run_does_not_mix_with_one_that_has_lost_its_run_json(run: Path) -> None:
+    (run / "run.json").unlink()
+    with pytest.raises(UsageError, match="holds a run already"):
+        train_quietly(Blobs(), Single(), Sim(1), run, steps=20)
+
+
 def test_damage_in_the_metrics_prevents_no_resume(run: Path) -> None:
     lines = (run / "metrics.jsonl").read_bytes().splitlines()
     bad = [

@@ -117,7 +117,7 @@ class RunDirectory:
                 Path("runs") / f"{name}-{stamp}{suffix}" for suffix in ["", *(f"-{i}" for i in range(2, 10_000))]
             )
             path = next(candidate for candidate in candidates if not candidate.exists())
-        elif (path / "run.json").exists():
+        elif (path / "run.json").exists() or (path / "checkpoints").exists():
             raise UsageError(
                 f"{path} holds a run already: name another directory, or continue it with 'tether resume {path}'"
             )
