@@ -32,11 +32,12 @@ from tether import (
     resume,
     run,
 )
+from tether.checkpoint import Restored
 from tether.machine import Node
 from tether.plan import Request, RunPlan
 from tether.progress import make_progress
 from tether.protocols import Options
-from tether.rundir import Restored, RunDirectory
+from tether.rundir import RunDirectory
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.driver import Came, Census, Died, Driver
 from tether.runtimes.local import Children
@@ -415,7 +416,7 @@ def evaluations_of(run: Path) -> int:
     directory = RunDirectory.open(run)
     restored = directory.load_checkpoint()
     assert restored is not None
-    return len(directory.evaluations(restored))
+    return len(directory.history().evaluations(restored))
 
 
 ASYNC = Server(sync="async", rate="none")
@@ -545,6 +546,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_states_of_workers(directory: 
     (file,) = (directory.path / "checkpoints").glob("*/state.json")
     tree = json.loads(file.read_text())
     file.write_text(json.dumps({key: tree[key] for key in ("step", "samples", "protocol", "state", "replica_state")}))
+    (file.parent / "SHA256SUMS").unlink()
     restored = RunDirectory(directory.path).load_checkpoint()
     assert restored is not None and restored.workers == {} and restored.evaluations == {}
 
@@ -555,18 +557,19 @@ def write(directory: RunDirectory, *rows: dict[str, Any]) -> None:
 
 
 def evaluated(samples: int, error: float | None) -> dict[str, Any]:
-    return {"kind": "evaluation", "samples": samples, "metrics": {"error": error}}
+    return {"kind": "evaluation", "time": 1.0, "samples": samples, "metrics": {"error": error}}
 
 
 def errors(directory: RunDirectory, samples: int, *known: int) -> list[float]:
     restored = Restored(0, samples, torch.zeros(1), {}, {}, evaluations={at: {"error": 0.9} for at in known})
-    return [metrics["error"] for metrics in directory.evaluations(restored).values()]
+    return [metrics["error"] for metrics in directory.history().evaluations(restored).values()]
 
 
 def test_only_evaluations_that_lead_to_the_checkpoint_are_replayed(directory: RunDirectory) -> None:
     assert errors(directory, 100) == [] and errors(directory, 100, 50, 60) == [0.9, 0.9]
     write(directory, {"kind": "note", "text": "begun"}, evaluated(100, 0.5), evaluated(200, 0.4), evaluated(240, 0.3))
-    assert errors(directory, 200) == errors(directory, 200, 100, 300)[-2:] == [0.5, 0.4]
+    assert errors(directory, 200) == [0.5, 0.4]
+    assert errors(directory, 200, 100, 300) == [0.9, 0.4], "a checkpoint has a hash, and metrics have none"
     write(directory, {"kind": "resumed", "samples": 200}, evaluated(250, 0.6), evaluated(350, None))
     with directory.metrics.open("a") as file:
         file.write('{"kind": "evaluation", "samp')  # it was killed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -214,6 +215,8 @@ def spoil(checkpoint: Path) -> None:
     tensors = load_file(checkpoint / "tensors.safetensors")
     tensors["0"] = torch.full_like(tensors["0"], float("nan"))
     save_file(tensors, checkpoint / "tensors.safetensors")
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.glob("*s*.*")}
+    (checkpoint / "SHA256SUMS").write_text("".join(f"{found}  {name}\n" for name, found in hashes.items()))
 
 
 def test_a_checkpoint_that_is_not_finite_is_never_chosen_and_the_run_says_so(tmp_path: Path) -> None:

@@ -42,11 +42,16 @@ LAYERS: dict[str, set[str]] = {
     "learner": {"errors", *CONTRACT},
     "runtimes": {"errors", *CONTRACT},
     "tasks": {"errors", "settings", "task", "vector"},
-    "rundir": {"errors", *CONTRACT},
+    "checkpoint": {"errors", *CONTRACT},
+    "metrics": {"errors", *CONTRACT, "checkpoint"},
+    "rundir": {"errors", *CONTRACT, "checkpoint", "metrics"},
     "progress": {"errors", *CONTRACT},
-    "plan": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "rundir"},
-    "director": {"errors", *CONTRACT, "learner", "runtimes", "rundir", "plan", "progress"},
-    "run": {"errors", *CONTRACT, "protocols", "runtimes", "tasks", "rundir", "plan", "director", "progress"},
+    "plan": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "checkpoint", "rundir"},
+    "director": {"errors", *CONTRACT, "learner", "runtimes", "checkpoint", "metrics", "rundir", "plan", "progress"},
+    "run": {
+        *("errors", *CONTRACT, "protocols", "runtimes", "tasks"),
+        *("checkpoint", "rundir", "plan", "director", "progress"),
+    },
 }
 #: a protocol has neither clock nor chance, and neither input nor output
 IMPURE = {

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
+from tether.checkpoint import Restored
 from tether.machine import Checkpoint, Compute, Effect, Event, Node, Replica
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
-from tether.rundir import Restored
 from tether.runtimes.base import NodeStates, Outcome
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody, draw

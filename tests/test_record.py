@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from tether.protocols import Options
 from tether.protocols.pushes import Weights
 from tether.record import effects_digest
 from tether.run import replay_recorded
+from tether.rundir import RunDirectory
 from tether.testing import Blobs, train_quietly
 
 SIM = Sim(workers=2, step_seconds=StepTime(0.1, spread=0.5))
@@ -147,9 +147,9 @@ def test_a_missing_event_is_noticed(recorded: Callable[..., Path]) -> None:
 
 def test_another_machine_than_the_recorded_one_is_noticed_at_once(recorded: Callable[..., Path]) -> None:
     run = recorded(Averaging(tau=2))
-    config = json.loads((run / "run.json").read_text())
-    config["protocol"]["tau"] = 3
-    (run / "run.json").write_text(json.dumps(config))
+    directory = RunDirectory.open(run)
+    config = directory.read_config()
+    directory.write_config({**config, "protocol": {**config["protocol"], "tau": 3}})
     with pytest.raises(RunError, match=r"hub: event 1, Started at 0 s, had other effects"):
         replay_recorded(run, Blobs())
 

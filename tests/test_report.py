@@ -97,8 +97,8 @@ def test_nodes_are_in_the_order_of_their_numbers_and_a_hub_is_no_worker(tmp_path
 def test_what_is_no_run_of_this_version_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no run directory: it has no run\.json"):
         load_run(tmp_path)
-    with pytest.raises(UsageError, match="version 2, not 1"):
-        run_in(tmp_path / "a", [], version=2)
+    with pytest.raises(UsageError, match="has version 3, and this Tether reads up to 2: use the newer Tether"):
+        run_in(tmp_path / "a", [], version=3)
 
 
 # ---- table ----------------------------------------------------------------------------------------------------------

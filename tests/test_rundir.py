@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from tether import Averaging, Server, Sim, Single
+from tether.checkpoint import Evaluated, Restored
 from tether.errors import UsageError, WireError
 from tether.learner import Learner
 from tether.progress import make_progress
 from tether.run import resume
-from tether.rundir import CHECKPOINTS_KEPT, Evaluated, Restored, RunDirectory
+from tether.rundir import CHECKPOINTS_KEPT, VERSION, RunDirectory
 from tether.task import Batches, Length
 from tether.testing import Blobs, largest_difference, train_quietly
 
@@ -28,6 +29,12 @@ from tether.testing import Blobs, largest_difference, train_quietly
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", "a run")
+
+
+def config(status: str, **more: Any) -> dict[str, Any]:
+    """What run.json has at least."""
+    names = {"task": {"name": "blobs"}, "protocol": {"name": "single"}, "runtime": {"name": "sim"}}
+    return {"version": VERSION, "status": status, "workers": 1, **names, **more}
 
 
 def save(directory: RunDirectory, step: int) -> Path:
@@ -97,7 +104,7 @@ def killed_at(function: Callable[..., Any], call: int) -> Callable[..., Any]:
     return wrapped
 
 
-@pytest.mark.parametrize(("owner", "name", "calls"), [(os, "fsync", 3), (Path, "replace", 1), (Path, "rename", 1)])
+@pytest.mark.parametrize(("owner", "name", "calls"), [(os, "fsync", 5), (Path, "rename", 1)])
 def test_whenever_the_process_is_killed_a_complete_checkpoint_is_there(
     owner: Any, name: str, calls: int, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,10 +264,10 @@ def test_a_finished_run_without_a_further_goal_is_not_resumed(tmp_path: Path) ->
 
 
 def test_a_directory_that_holds_a_run_is_refused(directory: RunDirectory) -> None:
-    directory.write_config({"status": "finished"})
+    directory.write_config(config("finished"))
     with pytest.raises(UsageError, match=r"holds a run already.*'tether resume "):
         RunDirectory.create(directory.path, "another")
-    assert directory.read_config() == {"status": "finished"}
+    assert directory.read_config() == config("finished")
 
 
 def test_unnamed_runs_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +292,9 @@ def test_only_a_run_can_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_configuration_is_replaced_as_a_whole(directory: RunDirectory) -> None:
-    directory.write_config({"status": "running", "many": list(range(1000))})
-    directory.write_config({"status": "finished"})
-    assert directory.read_config() == {"status": "finished"}
+    directory.write_config(config("running", many=list(range(1000))))
+    directory.write_config(config("finished"))
+    assert directory.read_config() == config("finished")
     assert [path.name for path in directory.path.iterdir()] == ["run.json"]
 
 
@@ -345,7 +352,7 @@ def test_checkpoints_go_to_the_storage_and_come_back_where_nothing_else_is_known
     folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = RunDirectory.create(tmp_path / "run", "a run", folder)
-    here.write_config({"status": "running"})
+    here.write_config(config("running"))
     for step in range(1, 5):
         save(here, step)
     here.save_best(Evaluated(3, 30, {"error": 0.5}, torch.ones(3)))
@@ -354,7 +361,7 @@ def test_checkpoints_go_to_the_storage_and_come_back_where_nothing_else_is_known
     shutil.rmtree(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
     there = RunDirectory.fetch(folder)
-    assert there.path.parent.name == "runs" and there.read_config() == {"status": "running"}
+    assert there.path.parent.name == "runs" and there.read_config() == config("running")
     assert newest(there).step == 4 and torch.equal(newest(there).weights, torch.full((3,), 4.0))
     best = there.load_best()
     assert best is not None and best.step == 3 and torch.equal(best.weights, torch.ones(3))
@@ -369,6 +376,42 @@ def test_a_damaged_newest_checkpoint_in_a_storage_falls_back_to_the_one_before(f
     last = sorted((folder.path / "checkpoints").iterdir())[-1]
     (last / "tensors.safetensors").unlink()
     assert newest(here).step == 1
+
+
+def test_damage_in_a_storage_is_seen_and_told(folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", folder)
+    here.write_config(config("running"))
+    for step in (1, 2):
+        save(here, step)
+    last = sorted((folder.path / "checkpoints").iterdir())[-1]
+    data = bytearray((last / "tensors.safetensors").read_bytes())
+    data[-1] ^= 1
+    (last / "tensors.safetensors").write_bytes(data)
+    (folder.path / "run.json").write_bytes(b"{")
+    monkeypatch.chdir(tmp_path)
+    there = RunDirectory.fetch(folder)
+    assert there.read_config() == config("running")
+    assert "run.json is damaged" in there.notes[0] and last.name in there.notes[0]
+    restored = newest(there)
+    assert restored.step == 1 and "tensors.safetensors" in restored.notes[0]
+    (folder.path / "run.json").unlink()
+    assert RunDirectory.fetch(folder).read_config() == config("running")
+
+
+class Full(Folder):
+    """To which nothing can be copied."""
+
+    def put(self, made: Path, name: str) -> None:
+        raise OSError("quota exceeded")
+
+
+def test_a_storage_that_takes_nothing_leaves_nothing_behind_here(tmp_path: Path) -> None:
+    here = RunDirectory.create(tmp_path / "run", "a run", Full(tmp_path / "elsewhere"))
+    with pytest.raises(OSError, match="quota exceeded"):
+        save(here, 1)
+    assert not list((tmp_path / "run" / "checkpoints").iterdir())
+    with pytest.raises(UsageError, match=r"the run directory .* cannot be used: quota exceeded"):
+        here.begin(config("running"))
 
 
 def test_a_storage_that_holds_a_run_is_refused_and_one_that_holds_none_too(folder: Folder, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch.optim import lr_scheduler
 
 from tether import Averaging, Elastic, Faults, Grid, Length, Mpca, Server, Sim, Single
+from tether.checkpoint import Restored
 from tether.errors import RunError
 from tether.learner import Learner
 from tether.machine import Checkpoint, Node, Replica
 from tether.plan import Request, RunPlan
 from tether.protocols import Options
-from tether.rundir import Restored
 from tether.runtimes.base import NodeStates
 from tether.runtimes.interpreter import Recorder
 from tether.swarm import Nobody

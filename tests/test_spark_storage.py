@@ -79,3 +79,23 @@ def test_a_run_is_continued_by_the_url_of_its_checkpoints_alone(
             checkpoints=url,
             progress=quiet,
         )
+
+
+def test_damage_to_a_run_in_a_file_system_elsewhere_is_seen_and_told(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, quiet = f"file://{tmp_path}/there", make_progress(quiet=True)
+    run(load("digits"), Averaging(), Local(1), steps=20, run_dir=tmp_path / "run", checkpoints=url, progress=quiet)
+    resume(tmp_path / "run", load("digits"), steps=40, progress=quiet)
+    newest = sorted((tmp_path / "there" / "checkpoints").glob("at-*"))[-1]
+    data = bytearray((newest / "tensors.safetensors").read_bytes())
+    data[-9] ^= 1
+    (newest / "tensors.safetensors").write_bytes(data)
+    (newest / ".tensors.safetensors.crc").unlink(missing_ok=True)  # the local file system of Hadoop would see it too
+    (tmp_path / "there" / "run.json").write_bytes(b"[")
+    (tmp_path / "there" / ".run.json.crc").unlink(missing_ok=True)
+    monkeypatch.chdir(tmp_path)
+    further = resume(url, load("digits"), steps=60, progress=quiet)
+    notes = (further.directory / "metrics.jsonl").read_text()
+    assert further.figures["steps"] == 60
+    assert "run.json is damaged" in notes and f"checkpoint {newest.name} is damaged (tensors.safetensors" in notes

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tether import accuracy, allreduce, comparison, exchanges, scaleup, survival, tasks
 from tether.cells import Report
@@ -202,6 +203,67 @@ def utilization(data: Path | None = None, workers: int = 4, steps: int = 1500, r
     return {"bench": "utilization", "rounds": rounds, "rows": rows, "ratios": ratios}
 
 
+class Wide(Task):
+    """One square layer, of as many megabytes as are asked for."""
+
+    batch_size = 16
+
+    def __init__(self, megabytes: int) -> None:
+        self.width = round((megabytes * 1e6 / 4) ** 0.5)
+
+    def model(self) -> nn.Module:
+        return nn.Linear(self.width, self.width, bias=False)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(torch.randn(64, self.width, generator=torch.Generator().manual_seed(0)))
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        outputs: torch.Tensor = model(batch[0])
+        return outputs.square().mean()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"error": 0.0}
+
+
+def checkpoint(megabytes: int = 100, seconds: float = 100, rounds: int = 3) -> Report:
+    """Steps per second with checkpoints at their usual interval over those without any, in turns.
+
+    Under single the worker itself holds the model that is saved, and under averaging a hub does; both have momentum to
+    save. The interval is 30 s: a turn that is shorter than three of them says little.
+    """
+    task, usual, never = Wide(megabytes), Request().checkpoint_seconds, 1e9
+    rows, ratios = [], {}
+    for protocol, workers in ((Single(), 1), (Averaging(tau=10), 2)):
+        speeds: dict[float, list[float]] = {usual: [], never: []}
+        for turn in range(rounds):
+            for interval in (usual, never) if turn % 2 else (never, usual):
+                with tempfile.TemporaryDirectory() as directory:
+                    result = run(
+                        task,
+                        protocol,
+                        Local(workers),
+                        seconds=seconds,
+                        epochs=1e9,
+                        evaluate_every=1e9,
+                        checkpoint_seconds=interval,
+                        run_dir=Path(directory) / "run",
+                        trace=False,
+                        progress=make_progress(quiet=True),
+                    )
+                speeds[interval].append(result.figures["steps"] / result.figures["seconds"])
+        in_turns = [saved / alone for saved, alone in zip(speeds[usual], speeds[never], strict=True)]
+        rows += [
+            {"protocol": protocol.name, "interval_seconds": interval, "steps_per_second": statistics.median(found)}
+            for interval, found in speeds.items()
+        ]
+        ratios[protocol.name] = statistics.median(in_turns)
+        ratios |= {f"{protocol.name}_min": min(in_turns), f"{protocol.name}_max": max(in_turns)}
+    return {"bench": "checkpoint", "megabytes": megabytes, "rounds": rounds, "rows": rows, "ratios": ratios}
+
+
 def _simulated(protocol: Options, sim: Sim, steps: int) -> Outcome:
     task = SyntheticTask(parameters=16, rate=0.01)
     return simulate(Scenario(0, task, protocol, sim, Request(steps=steps, trace=False)))
@@ -216,6 +278,7 @@ def named(name: str) -> Callable[..., Report]:
     known: dict[str, Callable[..., Report]] = {
         "accuracy": accuracy.accuracy,
         "allreduce": allreduce.allreduce,
+        "checkpoint": checkpoint,
         "cycles": comparison.cycles,
         "grid": allreduce.grid,
         "overhead": overhead,

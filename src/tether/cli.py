@@ -244,8 +244,8 @@ def bench_(
         str,
         typer.Argument(
             metavar="NAME",
-            help="accuracy, allreduce, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, "
-            "table2 or utilization.",
+            help="accuracy, allreduce, checkpoint, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, "
+            "survival, table2 or utilization.",
         ),
     ],
     task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given. cycles: several.")] = None,
@@ -256,7 +256,9 @@ def bench_(
         typer.Option(help="accuracy, cycles, mpca, scaling, table2: runs of each that count together; 3 unless given."),
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="scaling: where its picture goes; scaling.png here.")] = None,
-    rounds: Annotated[int | None, typer.Option(help="overhead, spark, utilization: how many turns are made.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(help="checkpoint, overhead, spark, utilization: how many turns are made.")
+    ] = None,
     master: Annotated[str | None, typer.Option(help="spark: a cluster to measure, instead of processes here.")] = None,
     link: Annotated[
         str | None,
@@ -515,6 +517,7 @@ def _show(result: Result, as_json: bool) -> None:
             else {}
         ),
         **({"warning": figures["warning"]} if figures["warning"] else {}),
+        **({"not kept": ", ".join(figures["unsaved"])} if figures["unsaved"] else {}),
         "run": figures["run"],
     }.items():
         table.add_row(name, value)

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import bisect
-import json
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
+from tether.checkpoint import Evaluated, Restored
 from tether.errors import TetherError, UsageError
 from tether.learner import build_model, evaluate
 from tether.machine import Checkpoint, Evaluate, Row
+from tether.metrics import MetricsWriter
 from tether.plan import Patience, Request, RunPlan, Until, worth
 from tether.progress import Progress
-from tether.rundir import Evaluated, RunDirectory, not_finite
+from tether.rundir import RunDirectory, not_finite
 from tether.runtimes.base import NodeStates, Outcome
 from tether.task import metric_of
-from tether.trace import Meter
+from tether.trace import SPANS_MAX, Meter
 from tether.twin import Guest, own_device
 from tether.vector import Vector, is_finite
 
@@ -135,8 +138,16 @@ class Director:
         self._best = (worth(best.metrics), best.step) if best is not None else (-math.inf, 0)
         self._progress = progress
         self._lock = threading.Lock()
-        self.time_before = directory.last_time()  # of the part of the run that is continued
-        self._file = directory.metrics.open("a")
+        history = directory.history()
+        self.time_before = history.last_time  # of the part of the run that is continued
+        self._metrics = MetricsWriter(directory.metrics)
+        #: what could not be written, and how to try again; what has been told about already
+        self._owed: dict[str, Callable[[], None]] = {}
+        self._told_of: set[str] = set()
+        #: the newest checkpoint and the best model, while they are owed
+        self._unsaved: Restored | None = None
+        self._unsaved_best: Evaluated | None = None
+        self._abandoned = False
         self._model = build_model(plan.task, plan.seed)
         # the device after the learners', if there are so many
         device = own_device(plan.workers) if next(self._model.parameters()).device.type == "cpu" else None
@@ -150,12 +161,14 @@ class Director:
             self._evaluator = _Beside("evaluator", room, newest_first=decides)
         self._writer = _Beside("checkpoints")
         #: the metrics before training, as far as they are known
-        self.untrained = directory.untrained()
+        self.untrained = history.untrained
         self._stop: str | None = None
         self._asked_to_stop = stop
         self.history: list[dict[str, Any]] = []
         #: what evaluations have found, by the samples that the model had seen, those of earlier parts included
-        self._evaluations = directory.evaluations(plan.restored) if plan.restored is not None else {}
+        self._evaluations = history.evaluations(plan.restored) if plan.restored is not None else {}
+        if history.damage:
+            directory.notes.append(history.damage)
         if plan.restored is not None:
             self._row("resumed", 0.0, samples=plan.restored.samples)
         #: evaluations before which another waits, in order
@@ -178,6 +191,7 @@ class Director:
             self.note(told)
         for told in self._plan.notes:
             self.note(told)
+        self._tell_of_damage()
         return self
 
     def begin(self, request: Request) -> None:
@@ -204,8 +218,8 @@ class Director:
                 self._evaluator.abandon(0.0)
             self._release(math.inf)
             self._progress.end(f"ended: {error}" if isinstance(error, TetherError) else f"ended: {kind.__name__}")
-        with self._lock:
-            self._file.close()
+            with self._lock:
+                self._abandoned = True
 
     def finish(self, outcome: Outcome, last: bool = True) -> Evaluated:
         """After the last event: the last figures, and whatever is still to be evaluated or written.
@@ -216,6 +230,8 @@ class Director:
         for name, meter in outcome.meters.items():
             if name not in outcome.lost:
                 self.meter(meter, outcome.seconds)
+        if dropped := sum(meter.spans_dropped for meter in outcome.meters.values()):
+            self.note(f"{dropped} spans are not in trace.json, which has the first {SPANS_MAX} of each node")
         if self._evaluator is not None:
             if (waiting := self._evaluator.waiting) > 1:
                 self._progress.note(f"training has ended; {waiting} evaluations are still to be made")
@@ -230,7 +246,8 @@ class Director:
         metrics = self.history[-1]["metrics"] if self.history else {}
         model = Evaluated(self.step, self.samples, metrics, outcome.weights)
         if self._patience is not None and outcome.reason != f"{self._until} reached":
-            model = self.directory.load_best() or model
+            model = self._unsaved_best or self.directory.load_best() or model
+            self._tell_of_damage()
             if model.step != self.step:
                 self.note(f"the model is that of step {model.step}, the best that was seen")
         if last and (warning := self._judge(model.metrics)):
@@ -238,6 +255,42 @@ class Director:
             self.note(warning)
         self._progress.end(", ".join(f"{name} {value:.4g}" for name, value in model.metrics.items()) or "finished")
         return model
+
+    def keep(self, what: str, write: Callable[[], None]) -> None:
+        """Write something; if that fails, say so once, and try again when the same thing is written next.
+
+        A run without its trace, or without its newest checkpoint, is better than none.
+        """
+        try:
+            write()
+        except OSError as error:
+            self._owed[what] = write
+            if what not in self._told_of:
+                self._told_of.add(what)
+                self.note(f"{what} cannot be written ({error.strerror or error}): the run goes on, and tries again")
+        else:
+            self._owed.pop(what, None)
+
+    def retry(self) -> None:
+        """Try once more to write what could not be written, and say what is still missing."""
+        for what, write in list(self._owed.items()):
+            self.keep(what, write)
+        if self.unsaved:
+            self.note(f"not kept: {', '.join(self.unsaved)}")
+
+    @property
+    def unsaved(self) -> list[str]:
+        """What could not be written so far."""
+        rows = self._metrics.unwritten
+        missing = [what for what in self._owed if what != "metrics.jsonl"]
+        return [*missing, f"{rows} rows of metrics.jsonl"] if rows else missing
+
+    def newest(self) -> Restored | None:
+        """What the run can go on from: its newest checkpoint, also one that could not be written."""
+        kept, made = self.directory.load_checkpoint(), self._unsaved
+        if made is None or "the last checkpoint" not in self._owed:
+            return kept
+        return made if made.workers or kept is None else replace(made, workers=kept.workers)
 
     def joint_model(self, weights: Tensor) -> nn.Module:
         """The task's model with these weights, in evaluation mode."""
@@ -309,7 +362,8 @@ class Director:
         # of equals the last: few held-out rows cannot tell it from the others, and it has learned longest
         if self._patience is not None and (found := (worth(metrics), effect.step)) >= self._best:
             self._best = found
-            self.directory.save_best(Evaluated(effect.step, effect.samples, metrics, weights))
+            self._unsaved_best = Evaluated(effect.step, effect.samples, metrics, weights)
+            self.keep("best.safetensors", partial(self._save_best, self._unsaved_best))
         if self._until is not None and self._until.holds(metrics):
             self._stop = f"{self._until} reached"
         elif self._patience is not None and self._patience.ends(metrics, late=late):
@@ -368,25 +422,54 @@ class Director:
         )
 
     def _save(self, effect: Checkpoint, weights: Tensor, state: NodeStates) -> None:
-        self.directory.save_checkpoint(
+        evaluations = dict(self._evaluations)
+        self._require_finite(effect.step, weights)
+        self._unsaved = Restored(
             effect.step,
             effect.samples,
             weights,
             effect.state,
             state.hub,
             self._plan.protocol.name,
-            state.workers,
-            dict(self._evaluations),
+            state.workers or {},
+            evaluations,
+        )
+        self.keep("the last checkpoint", partial(self._write_checkpoint, self._unsaved, state.workers))
+
+    def _write_checkpoint(self, made: Restored, workers: dict[int, dict[str, Any]] | None) -> None:
+        self.directory.save_checkpoint(
+            made.step,
+            made.samples,
+            made.weights,
+            made.state,
+            made.replica_state,
+            made.protocol,
+            workers,
+            made.evaluations,
             self._vector.parameter_count,
         )
+        self._unsaved = None
+
+    def _save_best(self, best: Evaluated) -> None:
+        self.directory.save_best(best)
+        self._unsaved_best = None
+
+    def _tell_of_damage(self) -> None:
+        for told in self.directory.notes:
+            self.note(told)
+        self.directory.notes.clear()
 
     def _row(self, kind: str, now: float | None, **values: Any) -> None:
         time_ = None if now is None else self.time_before + now
-        line = json.dumps(finite({"kind": kind, "time": time_, **values}), allow_nan=False)
         with self._lock:
-            if not self._file.closed:
-                self._file.write(line + "\n")
-                self._file.flush()
+            if self._abandoned:
+                return
+            self._metrics.append(finite({"kind": kind, "time": time_, **values}))
+        self.keep("metrics.jsonl", self._flush)
+
+    def _flush(self) -> None:
+        with self._lock:
+            self._metrics.flush()
 
 
 def finite(value: Any) -> Any:

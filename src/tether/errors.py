@@ -4,6 +4,7 @@ TetherError
 +-- UsageError          what was asked for cannot be: an unknown name, a bad value, a missing extra
 |   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar
 |       +-- Diverged    losses, gradients or weights are not finite any more
+|   +-- Damaged         a file of a run is not what was written
 +-- RunError            a run that started properly ended badly
 |   +-- NodesLost       no worker is left, or the hub has died: it can go on from its last backup
 |   +-- Stalled         nothing can happen any more although the run is not finished
@@ -31,6 +32,10 @@ class TaskError(UsageError):
 
 class Diverged(TaskError):
     """Losses, gradients or weights became infinite or NaN: with these settings the task cannot be trained."""
+
+
+class Damaged(UsageError):
+    """A file of a run cannot be used; the message begins with its name."""
 
 
 class RunError(TetherError):

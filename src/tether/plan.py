@@ -11,12 +11,13 @@ from typing import IO, Any, ClassVar
 
 import torch
 
+from tether.checkpoint import Restored
 from tether.errors import UsageError
 from tether.learner import Learner, SyntheticLearner
 from tether.machine import Machine, Message, Node, Replica, Schedule, Seat
 from tether.protocols import DEALING, Options
 from tether.record import EventLog
-from tether.rundir import Restored, RunDirectory
+from tether.rundir import RunDirectory
 from tether.runtimes.base import Runtime
 from tether.runtimes.interpreter import Recorder
 from tether.task import (
@@ -393,7 +394,12 @@ class RunPlan:
         return batches if batches.in_memory or self.virtual else Prefetched(batches)
 
     def log(self, name: str) -> IO[bytes] | None:
-        return self.directory.below("logs", f"{name}.log").open("wb") if self.directory else None
+        if self.directory is None:
+            return None
+        try:
+            return self.directory.below("logs", f"{name}.log").open("wb")
+        except OSError:  # a node without a log is better than none
+            return None
 
     def recorder(self, node: Node, replica: Replica) -> Recorder | None:
         if not self.record or self.directory is None:

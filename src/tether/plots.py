@@ -32,7 +32,7 @@ BARS_NAMED_MAX = 16
 #: what tells the series of a record apart
 SERIES = ("node", "shard", "phase")
 #: what of a record is no quantity; numbers of rounds and cycles only count
-NOT_DRAWN = {*SERIES, "kind", "time", "round", "clock", "workers", "exchange", "cycle", "taus"}
+NOT_DRAWN = {*SERIES, "kind", "time", "round", "clock", "workers", "exchange", "cycle", "taus", "rows"}
 
 # Okabe and Ito's colours, which also people with colour-blindness tell apart; the yellow is too pale on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")

@@ -69,7 +69,7 @@ class EventLog:
 
     def __init__(self, path: Path, replica: Replica) -> None:
         self._path = path
-        self._path.write_bytes(b"")
+        self._write("wb", b"")
         self._replica = replica
         self._codec = Codec([Event])
 
@@ -80,8 +80,15 @@ class EventLog:
             written = _GradientReady(**msgspec.structs.asdict(event), buffers=buffers)
         frames = [bytes(frame) for frame in self._codec.encode(written)]
         entry = msgspec.msgpack.encode((now, effects_digest(effects), _checksum(self._replica), frames))
-        with self._path.open("ab") as file:
-            file.write(struct.pack("<Q", len(entry)) + entry)
+        self._write("ab", struct.pack("<Q", len(entry)) + entry)
+
+    def _write(self, mode: str, data: bytes) -> None:
+        """A record with holes is none, so it ends the run if there is no room for it."""
+        try:
+            with self._path.open(mode) as file:
+                file.write(data)
+        except OSError as error:
+            raise RunError(f"{self._path} cannot be written: {error.strerror}; make room, or do not record") from error
 
 
 def replay(path: Path, messages: tuple[type[Message], ...], machine: Machine, replica: Replica) -> int:
@@ -141,7 +148,7 @@ def _entries(path: Path, messages: tuple[type[Message], ...]) -> Iterator[tuple[
         try:
             now, digest, checksum, frames = msgspec.msgpack.decode(entry, type=tuple[float, str, int, list[bytes]])
             event, buffers = codec.decode(frames), Tensor()
-        except (msgspec.MsgspecError, WireError) as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError, WireError) as error:  # also bad UTF-8, and nesting
             raise RunError(f"{path} is damaged: {error}") from error
         position += 8 + length
         match event:

@@ -10,9 +10,7 @@ import base64
 import json
 import math
 import statistics
-from collections import defaultdict
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
@@ -116,18 +114,11 @@ class RunRecord:
 def load_run(path: Path | str) -> RunRecord:
     """Reads a run directory."""
     directory = RunDirectory.open(Path(path))
-    config = directory.read_config()
-    if config.get("version") != 1:
-        raise UsageError(f"{path} is a run of version {config.get('version')}, not 1: use the Tether that wrote it")
-    rows: dict[str, list[Row]] = defaultdict(list)
-    if directory.metrics.exists():
-        for line in directory.metrics.read_bytes().splitlines():
-            with suppress(ValueError):  # whoever is killed leaves a line that is cut off
-                row = json.loads(line)
-                rows[row["kind"]].append(row)
+    config, history = directory.read_config(), directory.history()
+    progress, evaluations, records = (history.of(kind) for kind in ("progress", "evaluation", "record"))
     # That processes start is no news once they have.
-    notes = [row["text"] for row in rows["note"]]
-    return RunRecord(directory.path, config, rows["progress"], rows["evaluation"], rows["record"], notes)
+    notes = [*directory.notes, *filter(None, [history.damage]), *(row["text"] for row in history.of("note"))]
+    return RunRecord(directory.path, config, progress, evaluations, records, notes)
 
 
 def table(runs: Sequence[RunRecord]) -> Table:

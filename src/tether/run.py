@@ -11,6 +11,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 from torch import nn
 
+from tether.checkpoint import Evaluated, Restored
 from tether.director import Director, finite
 from tether.errors import NodesLost, RunError, UsageError
 from tether.plan import Request, RunPlan
@@ -25,7 +27,7 @@ from tether.progress import Progress, make_progress
 from tether.protocols import Options
 from tether.protocols import make as make_protocol
 from tether.record import replay
-from tether.rundir import Evaluated, Restored, RunDirectory
+from tether.rundir import VERSION, RunDirectory
 from tether.runtimes.base import Outcome, Runtime
 from tether.runtimes.hadoop import HadoopStorage, is_url
 from tether.runtimes.local import Local
@@ -33,7 +35,7 @@ from tether.runtimes.sim import Sim
 from tether.runtimes.spark import Spark
 from tether.task import Task, check_is_task
 from tether.tasks import load as load_task
-from tether.trace import relative_error, write_chrome_trace
+from tether.trace import relative_error
 from tether.vector import digest
 
 
@@ -122,7 +124,8 @@ def run(
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)
-    return _execute(phases, protocol, on, request, directory, progress, task_spec, stop)
+    with directory.lock():
+        return _execute(phases, protocol, on, request, directory, progress, task_spec, stop)
 
 
 class Training:
@@ -198,27 +201,27 @@ def resume(
     """
     if isinstance(run_dir, str) and is_url(run_dir):
         directory = RunDirectory.fetch(HadoopStorage(run_dir))
-        config = directory.read_config()
     else:
         directory = RunDirectory.open(Path(run_dir))
+    with directory.lock():
         config = directory.read_config()
-        if config.get("checkpoints"):
+        if directory.storage is None and config.get("checkpoints"):
             directory.storage = HadoopStorage(config["checkpoints"])
-    restored = directory.load_checkpoint()
-    if restored is None:
-        where = directory.storage.url if directory.storage is not None else directory.path
-        raise UsageError(f"{where} has no checkpoint to continue from: start the run again")
-    _refuse_if_running(directory, config)
-    if master is not None:
-        if config["runtime"]["name"] != "spark":
-            raise UsageError(f"master: {directory.path} was no run on Spark")
-        config["runtime"]["master"] = master
-    task, protocol, on, request = _reopen(config, task, workers)
-    request = replace(request, record=False)  # a record begins at the beginning
-    if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
-        request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
-    phases = _phases(task, protocol, on, request, restored)
-    return _execute(phases, protocol, on, request, directory, progress, config["task"])
+        restored = directory.load_checkpoint()
+        if restored is None:
+            where = directory.storage.url if directory.storage is not None else directory.path
+            damage = "".join(f"; {note}" for note in directory.notes)
+            raise UsageError(f"{where} has no checkpoint to continue from: start the run again{damage}")
+        if master is not None:
+            if config["runtime"]["name"] != "spark":
+                raise UsageError(f"master: {directory.path} was no run on Spark")
+            config["runtime"]["master"] = master
+        task, protocol, on, request = _reopen(config, task, workers)
+        request = replace(request, record=False)  # a record begins at the beginning
+        if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
+            request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
+        phases = _phases(task, protocol, on, request, restored)
+        return _execute(phases, protocol, on, request, directory, progress, config["task"])
 
 
 def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, int]:
@@ -281,13 +284,6 @@ def _phases(
     return [lambda later: main(later or restored)]
 
 
-def _refuse_if_running(directory: RunDirectory, config: dict[str, Any]) -> None:
-    if config.get("host", socket.gethostname()) != socket.gethostname():
-        return  # what runs on another machine cannot be seen from here
-    if config["status"] == "running" and config["pid"] != os.getpid() and Path(f"/proc/{config['pid']}").exists():
-        raise UsageError(f"{directory.path} is still running, as process {config['pid']}: stop that first")
-
-
 def _execute(
     phases: list[Callable[[Restored | None], RunPlan]],
     protocol: Options,
@@ -300,7 +296,7 @@ def _execute(
 ) -> Result:
     plan = phases[0](None)
     config: dict[str, Any] = {
-        "version": 1,
+        "version": VERSION,
         "status": "running",
         "reason": "",
         "error": None,
@@ -316,7 +312,7 @@ def _execute(
         "seed": request.seed,
         "result": None,
     }
-    directory.write_config(config)
+    directory.begin(config)
     progress = progress or make_progress()
     began = time.monotonic()
     try:
@@ -334,23 +330,29 @@ def _execute(
                 if not restarts:
                     raise NodesLost(f"{error}; continue with 'tether resume'") from error
                 restarts -= 1
-                plan = waiting[0](directory.load_checkpoint())
+                plan = waiting[0](director.newest())
                 plan.notes += (f"{error}; going on from the last backup, step {plan.schedule.first_step}",)
                 if plan.seconds is not None:
                     plan.seconds = max(1.0, plan.seconds - (time.monotonic() - began))
                 continue
             if waiting:
-                plan = waiting[0](directory.load_checkpoint())
+                plan = waiting[0](director.newest())
         result = _result(plan, on, outcome, director, model, time.monotonic() - began)
     except KeyboardInterrupt:
-        directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})
+        with suppress(OSError):
+            directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})
         raise
     except BaseException as error:
-        directory.write_config({**config, "status": "failed", "error": f"{type(error).__name__}: {error}"})
+        with suppress(OSError):
+            directory.write_config({**config, "status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise
     if outcome.spans and plan.traced:
-        write_chrome_trace(directory.trace, outcome.spans)
-    directory.write_config({**config, "status": "finished", "reason": outcome.reason, "result": result.figures})
+        director.keep("trace.json", lambda: directory.write_trace(outcome.spans))
+    director.retry()
+    result.figures["unsaved"] = director.unsaved
+    ended = {**config, "status": "finished", "reason": outcome.reason, "result": result.figures}
+    director.keep("run.json", lambda: directory.write_config(ended))
+    result.figures["unsaved"] = director.unsaved
     return result
 
 

@@ -1,13 +1,13 @@
 """The run directory: configuration, metrics, trace, checkpoints and logs of one run.
 
-run.json              what was run and how it ended
+run.json              what was run and how it ended, with a hash
 metrics.jsonl         one JSON object a line: untrained, progress, evaluation, record, note, resumed
 trace.json            spans for Perfetto or chrome://tracing
-checkpoints/at-N/     after N samples: state.json, tensors.safetensors and, with what each worker has of its own,
-                      workers.safetensors; complete or not there at all
+checkpoints/at-N-M/   the M-th checkpoint, after N samples; complete or not there at all
 best.safetensors      the best weights seen by a run with patience, and of which step they are
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, when the run was recorded
+lock                  held by the process that runs it
 
 A run may have a storage elsewhere, such as a folder in HDFS. The checkpoints and the best weights are then there alone,
 and run.json is there too: it is all that another machine needs to continue the run.
@@ -16,57 +16,34 @@ and run.json is there too: it is all that another machine needs to continue the 
 from __future__ import annotations
 
 import datetime
+import fcntl
+import hashlib
 import json
-import math
 import os
-import re
 import shutil
-from contextlib import suppress
-from dataclasses import dataclass, field
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+import msgspec
 from torch import Tensor
 
-from tether.errors import Diverged, UsageError
+from tether import checkpoint
+from tether.checkpoint import Count, Evaluated, Restored, State, replacing, sync
+from tether.errors import Damaged, Diverged, UsageError
+from tether.metrics import History, read_history
+from tether.trace import Span, write_chrome_trace
 from tether.vector import is_finite
-from tether.wire import pack_tree, unpack_tree
+from tether.wire import pack_tree
 
 CHECKPOINTS_KEPT = 2
-#: what reading a damaged checkpoint may raise
-UNREADABLE = (OSError, ValueError, TypeError, LookupError, SafetensorError)
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A checkpoint that was read."""
-
-    step: int
-    samples: int
-    weights: Tensor
-    state: dict[str, Any]
-    replica_state: dict[str, Any]
-    #: whose state it is
-    protocol: str = ""
-    #: what each worker had of its own, by its index: its optimizer's state and that of its random generators
-    workers: dict[int, dict[str, Any]] = field(default_factory=dict)
-    #: what evaluations had found by then, by the samples that the model had seen
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)
-    #: why it is not the newest, if it is not
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Evaluated:
-    """A model of a run and what was found about it."""
-
-    step: int
-    samples: int
-    metrics: dict[str, float]
-    weights: Tensor
+#: of run.json; 1 had no hash
+VERSION = 2
 
 
 class Storage(Protocol):
@@ -91,6 +68,26 @@ class Storage(Protocol):
         ...
 
 
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _Config(msgspec.Struct):
+    """What a reader of run.json relies on; it may hold more."""
+
+    version: Count
+    status: str
+    task: _Named
+    protocol: _Named
+    runtime: _Named
+    workers: Count
+    reason: str = ""
+    error: str | None = None
+    request: dict[str, Any] = {}
+    result: dict[str, Any] | None = None
+    checkpoints: str | None = None
+
+
 class RunDirectory:
     """Where a run is kept."""
 
@@ -98,8 +95,13 @@ class RunDirectory:
         self.path = path
         #: where the checkpoints are, if not here
         self.storage = storage
+        #: what was found to be damaged, for whoever reads it
+        self.notes: list[str] = []
         #: the newest checkpoint that has states of workers; later ones refer to it
         self._workers_in = ""
+        #: checkpoints that cannot be used; they go when there is a newer one
+        self._unusable: set[str] = set()
+        self._config: dict[str, Any] | None = None
 
     @staticmethod
     def create(path: Path | None, name: str, storage: Storage | None = None) -> RunDirectory:
@@ -115,7 +117,7 @@ class RunDirectory:
                 Path("runs") / f"{name}-{stamp}{suffix}" for suffix in ["", *(f"-{i}" for i in range(2, 10_000))]
             )
             path = next(candidate for candidate in candidates if not candidate.exists())
-        elif (path / "run.json").exists():
+        elif (path / "run.json").exists() or (path / "checkpoints").exists():
             raise UsageError(
                 f"{path} holds a run already: name another directory, or continue it with 'tether resume {path}'"
             )
@@ -129,83 +131,117 @@ class RunDirectory:
     def fetch(storage: Storage) -> RunDirectory:
         """A new directory for an existing run of which only the storage is known here."""
         with TemporaryDirectory(prefix="tether-") as folder:
+            copy = Path(folder, "run.json")
             try:
-                storage.get("run.json", Path(folder, "run.json"))
+                storage.get("run.json", copy)
             except FileNotFoundError:
-                raise UsageError(f"{storage.url} holds no run: it has no run.json") from None
+                if not storage.names("checkpoints"):  # which have copies
+                    raise UsageError(f"{storage.url} holds no run: it has no run.json") from None
             directory = RunDirectory.create(None, storage.url.rpartition("/")[2])
-            shutil.copyfile(Path(folder, "run.json"), directory.path / "run.json")
+            if copy.exists():
+                shutil.copyfile(copy, directory.path / "run.json")
         directory.storage = storage
         return directory
 
     @staticmethod
     def open(path: Path) -> RunDirectory:
         """An existing run."""
-        if not (path / "run.json").is_file():
+        if not (path / "run.json").is_file() and not (path / "checkpoints").is_dir():
             raise UsageError(f"{path} is no run directory: it has no run.json")
         return RunDirectory(path)
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Have the directory to oneself, and sweep up what dead writers have left.
+
+        The system releases the lock when the process ends, however it ends: it is not inherited by programs that the
+        process starts, and processes that it forks give it up at once.
+        """
+        try:
+            descriptor = os.open(self.path / "lock", os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise self._cannot_be_used(error) from None
+        _held().add(descriptor)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = (self.path / "lock").read_text(errors="replace").strip() or "another process"
+                raise UsageError(f"{self.path} is in use by {holder}: wait until it ends, or stop it first") from None
+            except OSError as error:
+                self.notes.append(f"{self.path} cannot be locked ({error.strerror}): do not run it twice at once")
+            with suppress(OSError):  # it tells others who we are, no more
+                (self.path / "lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._sweep()
+            yield
+        finally:
+            if descriptor in _held():  # not in a process that was forked meanwhile
+                _held().remove(descriptor)
+                os.close(descriptor)
+
+    def _sweep(self) -> None:
+        for left in self.path.glob(".*.partial"):
+            left.unlink(missing_ok=True)
+        for left in (self.path / "checkpoints").glob(".partial-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+    def _cannot_be_used(self, error: OSError) -> UsageError:
+        return UsageError(f"the run directory {self.path} cannot be used: {error.strerror or error}")
 
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 
-    def last_time(self) -> float:
-        """The latest time in the metrics; 0 for a new run."""
-        try:
-            lines = self.metrics.read_text().splitlines()
-        except FileNotFoundError:
-            return 0.0
-        latest = 0.0
-        for line in lines:
-            with suppress(ValueError):  # the last line of a killed run may be cut off
-                latest = max(latest, json.loads(line).get("time") or 0.0)
-        return latest
+    def history(self) -> History:
+        """What the metrics tell of the run so far."""
+        return read_history(self.metrics)
 
-    def evaluations(self, restored: Restored) -> dict[int, dict[str, float]]:
-        """What evaluations have found on the way to the model of a checkpoint, by the samples that each had seen.
-
-        The metrics know of those that were not done when it was saved, and the checkpoint of those on another machine.
-        """
-        found = dict(restored.evaluations)
-        lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        for line in lines:
-            with suppress(ValueError):  # the last line of a killed run may be cut off
-                match json.loads(line):
-                    case {"kind": "evaluation", "samples": samples, "metrics": metrics}:
-                        found[samples] = {k: math.nan if v is None else v for k, v in metrics.items()}
-                    case {"kind": "resumed", "samples": samples}:  # whatever was found after that is of a lost part
-                        found = {at: metrics for at, metrics in found.items() if at <= samples}
-        return {at: found[at] for at in sorted(found) if at <= restored.samples}
-
-    def untrained(self) -> dict[str, float] | None:
-        """The metrics of the model before training, if they are known."""
-        with suppress(FileNotFoundError), self.metrics.open() as lines:
-            for line in lines:
-                with suppress(ValueError):  # cut off
-                    if '"untrained"' in line and (row := json.loads(line))["kind"] == "untrained":
-                        return {name: math.nan if value is None else value for name, value in row["metrics"].items()}
-        return None
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace.json"
+    def write_trace(self, spans: dict[str, list[Span]]) -> None:
+        """Replace trace.json."""
+        with replacing(self.path / "trace.json") as partial:
+            write_chrome_trace(partial, spans)
 
     def below(self, folder: str, name: str) -> Path:
         """A file in one of the folders, which is made if need be."""
         (self.path / folder).mkdir(exist_ok=True)
         return self.path / folder / name
 
+    # ---- configuration ----
+
     def write_config(self, config: dict[str, Any]) -> None:
-        _write_atomically(self.path / "run.json", json.dumps(config, indent=2, default=str).encode())
+        """Replace run.json. Every checkpoint from now on has a copy."""
+        self._config = config
+        plain = json.loads(json.dumps(config, default=str))
+        with replacing(self.path / "run.json") as partial:
+            partial.write_text(json.dumps({**plain, "sha256": _config_hash(plain)}, indent=2))
         if self.storage is not None:
             self.storage.put(self.path / "run.json", "run.json")
 
-    def read_config(self) -> dict[str, Any]:
+    def begin(self, config: dict[str, Any]) -> None:
+        """As `write_config`, before training: where this cannot be written, nothing can."""
         try:
-            config: dict[str, Any] = json.loads((self.path / "run.json").read_bytes())
-        except ValueError as error:
-            raise UsageError(f"{self.path / 'run.json'} is damaged: {error}") from None
-        return config
+            self.write_config(config)
+        except OSError as error:
+            raise self._cannot_be_used(error) from None
+
+    def read_config(self) -> dict[str, Any]:
+        """What run.json holds or, if it is damaged, the copy in the newest checkpoint that has one."""
+        try:
+            return _read_config(self.path / "run.json")
+        except Damaged as error:
+            damage = str(error)
+        with self._folders() as folder:
+            for name in reversed(self._names()):
+                with suppress(Damaged):
+                    if (config := checkpoint.read_state(folder(name)).run) is not None:
+                        self.notes.append(f"{damage}; the copy in checkpoint {name} is used")
+                        return config
+        raise Damaged(
+            f"{self.path}/{damage}, and no checkpoint here has a copy of it: if the checkpoints are elsewhere, resume "
+            "by their URL, else start the run again"
+        )
+
+    # ---- checkpoints ----
 
     def save_checkpoint(
         self,
@@ -227,146 +263,143 @@ class RunDirectory:
         """
         if not is_finite(weights[:parameters]):
             raise not_finite(step)
-        folder = self.path / "checkpoints"
-        folder.mkdir(exist_ok=True)
-        # samples only grow, also when the number of workers changes; the number tells two at the same place apart
-        number = 1 + max((int(name.rpartition("-")[2]) for name in self._checkpoints()), default=0)
-        final = folder / f"at-{samples:015d}-{number:06d}"
-        partial = folder / f".partial-{os.getpid()}-{step}"
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
+        # samples only grow, also when the number of workers changes; the number says which was written last
+        number = 1 + max(map(_number, self._names()), default=0)
+        name = f"at-{samples:015d}-{number:06d}"
         tensors: list[Tensor] = [weights]
-        tree = {
-            "step": step,
-            "samples": samples,
-            "protocol": protocol,
-            "parameters": parameters,
-            "state": pack_tree(state, tensors),
-            "replica_state": pack_tree(replica_state, tensors),
-            "evaluations": pack_tree(evaluations or {}, tensors),
-        }
-        workers_in = self._workers_in
-        if workers is not None:
-            workers_in = final.name
-            kept: list[Tensor] = []
-            tree["workers"] = pack_tree(workers, kept)
-            _save_tensors(kept, partial / "workers.safetensors")
-        tree["workers_in"] = workers_in
-        _save_tensors(tensors, partial / "tensors.safetensors")
-        _write_atomically(partial / "state.json", json.dumps(tree).encode())
-        if self.storage is None:
-            partial.rename(final)
-            _sync(folder)
-        else:
-            self.storage.put(partial, f"checkpoints/{final.name}")
-            shutil.rmtree(partial)
-        self._workers_in = workers_in
-        for old in self._checkpoints()[:-CHECKPOINTS_KEPT]:
-            if old == self._workers_in:
-                continue
+        kept: list[Tensor] | None = None if workers is None else []
+        saved = State(
+            step,
+            samples,
+            protocol,
+            pack_tree(state, tensors),
+            pack_tree(replica_state, tensors),
+            parameters,
+            pack_tree(evaluations or {}, tensors),
+            None if kept is None else pack_tree(workers, kept),
+            self._workers_in if kept is None else name,
+            self._config,
+        )
+        self._put(name, saved, tensors, kept)
+        self._workers_in = saved.workers_in
+        usable = [name for name in self._names() if name not in self._unusable]
+        for old in {*self._names()} - {*usable[-CHECKPOINTS_KEPT:], self._workers_in}:
+            with suppress(OSError):  # the next checkpoint will try again
+                self._remove(old)
+        return self.path / "checkpoints" / name
+
+    def _put(self, name: str, state: State, tensors: list[Tensor], workers: list[Tensor] | None) -> None:
+        folder = self.path / "checkpoints"
+        partial = folder / f".partial-{os.getpid()}-{state.step}"
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            checkpoint.write(partial, state, tensors, workers)
             if self.storage is None:
-                shutil.rmtree(folder / old, ignore_errors=True)
+                partial.rename(folder / name)
+                sync(folder)
             else:
-                self.storage.remove(f"checkpoints/{old}")
-        return final
+                self.storage.put(partial, f"checkpoints/{name}")
+                shutil.rmtree(partial)
+        except OSError:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _remove(self, name: str) -> None:
+        if self.storage is None:
+            shutil.rmtree(self.path / "checkpoints" / name)
+        else:
+            self.storage.remove(f"checkpoints/{name}")
 
     def load_checkpoint(self) -> Restored | None:
-        """The newest checkpoint that is readable and whose weights are finite, if there is one."""
-        with TemporaryDirectory(prefix="tether-") as fetched:
-            return self._newest_readable(Path(fetched))
+        """The newest checkpoint that is whole and whose weights are finite, if there is one.
 
-    def _newest_readable(self, fetched: Path) -> Restored | None:
+        A whole one is better than a newer one that has lost the states of its workers, and that is better than nothing.
+        """
         notes: list[str] = []
-        for name in reversed(self._checkpoints()):
-            try:
-                path = self._at_hand(name, fetched)
-                tree = json.loads((path / "state.json").read_bytes())
-                tensors = _load_tensors(path / "tensors.safetensors")
-                restored = Restored(
-                    tree["step"],
-                    tree["samples"],
-                    tensors[0],
-                    unpack_tree(tree["state"], tensors),
-                    unpack_tree(tree["replica_state"], tensors),
-                    tree["protocol"],
-                    self._load_workers(tree.get("workers_in", ""), fetched),
-                    unpack_tree(tree.get("evaluations", {}), tensors),
-                    tuple(notes),
-                )
-            except UNREADABLE:
-                continue
-            if is_finite(restored.weights[: tree.get("parameters")]):
-                return restored
-            notes.append(f"checkpoint {path.name} holds weights that are not finite: it is not used")
+        without_workers: Restored | None = None
+        with self._folders() as folder:
+            for name in reversed(self._names()):
+                try:
+                    state = checkpoint.read_state(folder(name))
+                    restored = checkpoint.read(folder(name), state)
+                    if not is_finite(restored.weights[: state.parameters]):
+                        self._unusable.add(name)
+                        notes.append(f"checkpoint {name} holds weights that are not finite: it is not used")
+                        continue
+                except Damaged as error:
+                    self._unusable.add(name)
+                    notes.append(f"checkpoint {name} is damaged ({error}): it is not used")
+                    continue
+                try:
+                    workers = checkpoint.read_workers(folder(state.workers_in)) if state.workers_in else {}
+                except Damaged as error:
+                    notes.append(f"checkpoint {name} is damaged ({error}, in {state.workers_in}): it is not used")
+                    without_workers = without_workers or restored
+                    continue
+                self._workers_in = state.workers_in
+                return replace(restored, workers=workers, notes=tuple(notes))
+        if without_workers is not None:
+            self._workers_in = ""
+            notes.append(f"the model of step {without_workers.step} is used without the states of its workers")
+            return replace(without_workers, notes=tuple(notes))
+        self.notes += notes
         return None
 
-    def _at_hand(self, name: str, fetched: Path) -> Path:
-        """The folder of a checkpoint; if it is elsewhere, a copy of it."""
-        if self.storage is None:
-            return self.path / "checkpoints" / name
-        if not (fetched / name).exists():
-            self.storage.get(f"checkpoints/{name}", fetched / name)
-        return fetched / name
+    @contextmanager
+    def _folders(self) -> Iterator[Callable[[str], Path]]:
+        """Where the files of a checkpoint are, by its name; those of a storage are copied for as long as this lasts."""
+        if (storage := self.storage) is None:
+            yield (self.path / "checkpoints").joinpath
+            return
 
-    def _load_workers(self, name: str, fetched: Path) -> dict[int, dict[str, Any]]:
-        """The states of workers in the checkpoint of that name; without them, another is as good as before."""
-        self._workers_in = name
-        if not name:
-            return {}
-        try:
-            path = self._at_hand(name, fetched)
-            tree = json.loads((path / "state.json").read_bytes())
-            found: dict[int, dict[str, Any]] = unpack_tree(tree["workers"], _load_tensors(path / "workers.safetensors"))
-            return found
-        except UNREADABLE:
-            return {}
+        def fetched(name: str) -> Path:
+            if not Path(copies, name).exists():
+                try:
+                    storage.get(f"checkpoints/{name}", Path(copies, name))
+                except OSError as error:
+                    raise Damaged(f"{name} cannot be fetched: {error}") from error
+            return Path(copies, name)
 
-    def save_best(self, best: Evaluated) -> None:
-        """Keep these weights in place of those that were the best before."""
-        partial = self._best.with_name(f".{self._best.name}.partial")
-        told = {"step": best.step, "samples": best.samples, "metrics": best.metrics}
-        save_file({"weights": best.weights.contiguous()}, partial, {name: json.dumps(told[name]) for name in told})
-        _sync(partial)
-        partial.replace(self._best)
-        if self.storage is not None:
-            self.storage.put(self._best, self._best.name)
+        with TemporaryDirectory(prefix="tether-") as copies:
+            yield fetched
 
-    def load_best(self) -> Evaluated | None:
-        """The best weights seen, if the run keeps them."""
-        if not self._best.exists():
-            if self.storage is None or self._best.name not in self.storage.names():
-                return None
-            self.storage.get(self._best.name, self._best)
-        with safe_open(self._best, "pt") as file:
-            told = {name: json.loads(text) for name, text in file.metadata().items()}
-            return Evaluated(told["step"], told["samples"], told["metrics"], file.get_tensor("weights"))
-
-    @property
-    def _best(self) -> Path:
-        return self.path / "best.safetensors"
-
-    def _checkpoints(self) -> list[str]:
-        """The names of those that are complete, the oldest first."""
+    def _names(self) -> list[str]:
+        """The checkpoints that are complete, in the order in which they were written."""
         if self.storage is not None:
             names = self.storage.names("checkpoints")
         else:
             folder = self.path / "checkpoints"
             names = [path.name for path in folder.iterdir()] if folder.exists() else []
-        return sorted(name for name in names if re.fullmatch(r"at-\d+-\d+", name))
+        return sorted(filter(checkpoint.NAME.fullmatch, names), key=_number)
+
+    # ---- the best model ----
+
+    def save_best(self, best: Evaluated) -> None:
+        """Keep these weights in place of those that were the best before."""
+        checkpoint.write_model(self._best, best)
+        if self.storage is not None:
+            self.storage.put(self._best, self._best.name)
+
+    def load_best(self) -> Evaluated | None:
+        """The best weights seen, if the run keeps them and they are whole."""
+        if not self._best.exists():
+            if self.storage is None or self._best.name not in self.storage.names():
+                return None
+            self.storage.get(self._best.name, self._best)
+        try:
+            return checkpoint.read_model(self._best)
+        except Damaged as error:
+            self.notes.append(f"{self._best.name} is damaged ({error}): it is not used")
+            return None
+
+    @property
+    def _best(self) -> Path:
+        return self.path / "best.safetensors"
 
     def __getstate__(self) -> dict[str, Any]:
         """Only the driver of a run writes to the storage."""
         return {**self.__dict__, "storage": None}
-
-
-def _save_tensors(tensors: list[Tensor], path: Path) -> None:
-    save_file({str(i): tensor.contiguous() for i, tensor in enumerate(tensors)}, path)
-    _sync(path)
-
-
-def _load_tensors(path: Path) -> list[Tensor]:
-    found = load_file(path)
-    return [found[str(i)] for i in range(len(found))]
 
 
 def not_finite(step: int) -> Diverged:
@@ -377,18 +410,39 @@ def not_finite(step: int) -> Diverged:
     )
 
 
-def _write_atomically(path: Path, data: bytes) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+def _read_config(path: Path) -> dict[str, Any]:
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        config: dict[str, Any] = json.loads(path.read_bytes())
+        version = msgspec.convert(config, _Config).version
+    except OSError as error:
+        raise Damaged(f"run.json cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"run.json is damaged: {error}") from None
+    said = config.pop("sha256", None)
+    if (said is not None or version == VERSION) and said != _config_hash(config):
+        raise Damaged("run.json is damaged: it does not have the hash that is in it")
+    if version > VERSION:
+        raise UsageError(f"{path} has version {version}, and this Tether reads up to {VERSION}: use the newer Tether")
+    return config
+
+
+def _config_hash(config: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()
+
+
+@cache
+def _held() -> set[int]:
+    """The descriptors of locks, which a process that was forked closes; for a fork shares what it holds."""
+    held: set[int] = set()
+
+    def close() -> None:
+        for descriptor in held:
+            os.close(descriptor)
+        held.clear()
+
+    os.register_at_fork(after_in_child=close)
+    return held

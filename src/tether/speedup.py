@@ -107,10 +107,7 @@ def fit(alone: RunRecord, run: RunRecord, metric: str, target: float, falling: b
     made = sum(row["steps"] for row in alone.workers.values())
     loaded = sum(row.get("load_seconds", 0.0) for row in alone.workers.values())
     taus = [row for row in run.records if "tau" in row]
-    tau, tau_later = (
-        statistics.fmean([row["tau"] for row in taus if row["time"] <= until] or [1])
-        for until in (second["time"], math.inf)
-    )
+    tau, tau_later = (_mean_tau(taus, until) for until in (second["time"], math.inf))
     # No wait follows the last round of a worker.
     rounds = [(row["wait_seconds"], row["steps"] / tau_later - 1) for row in run.workers.values()]
     waits = [(seconds, count) for seconds, count in rounds if count > 0]
@@ -130,6 +127,12 @@ def fit(alone: RunRecord, run: RunRecord, metric: str, target: float, falling: b
         load_seconds=first["step"] * loaded / made,
         measured=first["time"] / second["time"],
     )
+
+
+def _mean_tau(rows: Iterable[dict[str, Any]], until: float) -> float:
+    """Of all exchanges until then, also those whose rows were left out, for which the next row stands."""
+    counted = [(row["tau"], row.get("rows", 1)) for row in rows if row["time"] <= until] or [(1.0, 1)]
+    return statistics.fmean([tau for tau, _ in counted], [rows for _, rows in counted])
 
 
 def fits(runs: Sequence[RunRecord]) -> list[Fit]:

@@ -10,11 +10,14 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 #: spans kept per node; later ones are counted but not kept
 SPANS_MAX = 50_000
+#: rows that a node may put into the metrics: so many at first, then so many in every second of the run
+ROWS_AT_FIRST, ROWS_PER_SECOND = 1000, 20
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -50,6 +53,8 @@ class Meter(msgspec.Struct):
     bytes_saved: int = 0
     squared_error: float = 0.0
     squared_values: float = 0.0
+    #: spans that are not in the trace
+    spans_dropped: int = 0
 
     def utilization(self, seconds: float) -> float:
         """Compute seconds over all seconds."""
@@ -82,6 +87,37 @@ def relative_error(meters: Iterable[Meter]) -> float:
     squares = [(meter.squared_error, meter.squared_values) for meter in meters]
     error, values = (sum(column) for column in zip(*squares, strict=True))
     return math.sqrt(error / values) if values else 0.0
+
+
+class RowLimit:
+    """Thins out the rows of one node, by its own clock, so that a simulated run repeats.
+
+    A row that comes after others were left out says how many it stands for, itself included, as `rows`: their sum is
+    exact. In every second the first ones are kept, one after the other: where the rows of several shards take turns,
+    all of them are seen.
+    """
+
+    def __init__(self) -> None:
+        self._kept = 0
+        self._second = -1
+        self._kept_in_second = 0
+        self._left_out = 0
+        self._last: dict[str, Any] = {}
+
+    def take(self, row: dict[str, Any], now: float) -> dict[str, Any] | None:
+        """The row as it is written, if it is."""
+        if int(now) != self._second:
+            self._second, self._kept_in_second = int(now), 0
+        self._left_out, self._last = self._left_out + 1, row
+        if self._kept >= ROWS_AT_FIRST and self._kept_in_second >= ROWS_PER_SECOND:
+            return None
+        self._kept, self._kept_in_second = self._kept + 1, self._kept_in_second + 1
+        return self.rest()
+
+    def rest(self) -> dict[str, Any] | None:
+        """The last row, if it was left out, for all that were."""
+        count, self._left_out = self._left_out, 0
+        return None if not count else self._last if count == 1 else {**self._last, "rows": count}
 
 
 class Tracer:

@@ -54,7 +54,7 @@ from tether.machine import (
     tensors_of,
 )
 from tether.runtimes.collectives import Collectives, Down, Exchange, Up
-from tether.trace import Meter, Tracer
+from tether.trace import Meter, RowLimit, Tracer
 from tether.vector import Empty
 from tether.wire import pack_tree, payload_bytes, unpack_tree
 
@@ -140,6 +140,7 @@ class Interpreter:
         self.meter = Meter(node)
         self.tracer = tracer or Tracer(enabled=False)
         self.finished = False
+        self._rows = RowLimit()
         self._empty = empty
         self.collectives: Exchange = collectives(
             node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty, self._outgoing
@@ -206,6 +207,7 @@ class Interpreter:
             queue.extend(self._perform(effect, now))
         if isinstance(event, GradientReady) and not self._computing:
             self._idle_since = self.host.now()
+        self.meter.spans_dropped = self.tracer.dropped
         if self._checked:
             self.machine.check()
 
@@ -248,8 +250,8 @@ class Interpreter:
                 self.host.set_timer(name, None)
             case Record(values=values, staleness=staleness):
                 self.meter.applied(staleness)
-                if values:
-                    self.host.record(values)
+                if values and (row := self._rows.take(values, now)):
+                    self.host.record(row)
             case Evaluate():
                 self.host.settle()
                 self.host.evaluate(effect, self._copy_of_weights())
@@ -262,6 +264,8 @@ class Interpreter:
             case Finish(reason=reason):
                 self.finished = True
                 self.host.settle()
+                if row := self._rows.rest():
+                    self.host.record(row)
                 self.host.finish(reason, self._copy_of_weights())
         return []
 

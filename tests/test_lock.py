@@ -1,0 +1,155 @@
+"""One run directory has one run at a time, and whoever dies leaves it free."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from tether import Local, Sim, Single, UsageError, resume, run
+from tether.errors import TetherError
+from tether.progress import Progress, make_progress
+from tether.rundir import RunDirectory
+from tether.testing import Blobs, descendants, train_quietly
+
+QUIET = make_progress(quiet=True)
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    train_quietly(Blobs(), Single(), Sim(1), tmp_path / "run", steps=10)
+    return tmp_path / "run"
+
+
+class Held(Blobs):
+    """A task whose evaluation waits until it may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.may_end = threading.Event(), threading.Event()
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        self.running.set()
+        assert self.may_end.wait(60)
+        return {"error": 0.5}
+
+
+def test_two_resumes_in_one_process_do_not_run_at_the_same_time(finished: Path) -> None:
+    task, results = Held(), list[int]()
+    first = threading.Thread(
+        target=lambda: results.append(resume(finished, task, steps=20, progress=QUIET).figures["steps"])
+    )
+    first.start()
+    assert task.running.wait(60)
+    try:
+        with pytest.raises(UsageError, match=rf"{re.escape(str(finished))} is in use by process {os.getpid()} on .*"):
+            resume(finished, Blobs(), steps=30, progress=QUIET)
+    finally:
+        task.may_end.set()
+        first.join(60)
+    assert results == [20]
+    assert resume(finished, Blobs(), steps=30, progress=QUIET).figures["steps"] == 30
+
+
+OTHER = """
+import sys
+from torch import nn
+from tether import Local, Single, resume, run
+from tether.progress import Progress, make_progress
+from tether.rundir import RunDirectory
+from tether.testing import Blobs
+
+class Told(Progress):
+    def meter(self, meter, time):
+        if meter.steps:
+            print("running", flush=True)
+
+if sys.argv[1] == "run":
+    run(Blobs(), Single(), Local(1), steps=10_000_000, run_dir=sys.argv[2], progress=Told())
+else:
+    resume(sys.argv[2], Blobs(), steps=10_000_000, progress=Told())
+"""
+
+
+def other_process(what: str, path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", OTHER, what, str(path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "running\n"
+    return process
+
+
+def test_a_run_of_another_process_is_named_and_its_death_frees_the_directory_at_once(finished: Path) -> None:
+    config = RunDirectory.open(finished).read_config()
+    RunDirectory.open(finished).write_config({**config, "runtime": Local(1).describe()})
+    process = other_process("resume", finished)
+    nodes = descendants(process.pid)
+    assert nodes, "it has a fork server and a node, which the lock must not outlive the driver in"
+    try:
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(UsageError, match=rf"is in use by process {process.pid} on "):
+            resume(finished, Blobs(), steps=30, progress=QUIET)
+        for pid in nodes.values():
+            os.kill(pid, signal.SIGSTOP)  # they live on, for now
+        process.kill()
+        process.wait()
+        with pytest.raises(TetherError) as error:
+            resume(finished, Blobs(), steps=1, progress=QUIET)
+        assert "the run has made its" in str(error.value)
+    finally:
+        process.kill()
+        for pid in nodes.values():
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_stale_process_id_refuses_nobody(finished: Path) -> None:
+    """A run that was killed says in run.json that it is running, as a process whose number another may have now."""
+    config = RunDirectory.open(finished).read_config()
+    RunDirectory.open(finished).write_config({**config, "status": "running", "pid": os.getppid()})
+    assert resume(finished, Blobs(), steps=20, progress=QUIET).figures["steps"] == 20
+
+
+def test_a_new_run_is_not_started_where_one_is_running(tmp_path: Path) -> None:
+    class Second(Progress):
+        error: UsageError | None = None
+
+        def begin(self, title: str, workers: object, steps: int) -> None:
+            (tmp_path / "run" / "run.json").unlink()
+            with pytest.raises(UsageError, match=f"is in use by process {os.getpid()}") as caught:
+                train_quietly(Blobs(), Single(), Sim(1), tmp_path / "run", steps=10)
+            self.error = caught.value
+
+    second = Second()
+    run(Blobs(), Single(), Sim(1), steps=10, run_dir=tmp_path / "run", progress=second)
+    assert second.error is not None
+
+
+def test_a_forked_child_of_the_driver_does_not_keep_the_directory(finished: Path) -> None:
+    """As those of a DataLoader, which live on for a while when the driver is killed."""
+    reading, writing = os.pipe()
+
+    class Forking(Progress):
+        child = 0
+
+        def begin(self, title: str, workers: object, steps: int) -> None:
+            self.child = os.fork()
+            if self.child == 0:
+                os.read(reading, 1)
+                os._exit(0)
+
+    forking = Forking()
+    try:
+        resume(finished, Blobs(), steps=20, progress=forking)
+        assert forking.child
+        assert resume(finished, Blobs(), steps=30, progress=QUIET).figures["steps"] == 30
+    finally:
+        os.write(writing, b"x")
+        os.waitpid(forking.child, 0)
+        os.close(reading)
+        os.close(writing)
