@@ -14,11 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
@@ -29,10 +29,11 @@ from tether.machine import Broadcasted, Event, Message, Node, Reduce, Reduced
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
-from tether.runtimes.agent import NONCE_BYTES, Answer, Fenced, Here, Welcome, framed
+from tether.runtimes.agent import LIFELINE, Answer, Fenced, Here, Welcome, greet
 from tether.runtimes.collectives import Down, Up
 from tether.runtimes.driver import Came, Died
 from tether.runtimes.exchange import Desk, Offers, Sum, _read, add, ask, delivered, fetched
+from tether.runtimes.handshake import Keys, introduce
 from tether.runtimes.memory import Memory, PeerMemory
 from tether.runtimes.process import Birth
 from tether.runtimes.spark import Agents, Jobs
@@ -264,24 +265,24 @@ def test_what_spark_cannot_do_is_refused(spark: Any, tmp_path: Path) -> None:
 class Caller:
     """Somebody who connects to the driver as an agent does."""
 
-    def __init__(self, agents: Agents, index: int, secret: bytes | None = None, executor: str = "one") -> None:
-        self.socket = socket.create_connection((agents.meeting.host, agents.meeting.port))
-        agents.news()
-        nonce = self.socket.recv(NONCE_BYTES)
-        text = msgspec.msgpack.encode(Here(index, "/nowhere", "127.0.0.1", 0, executor, 0, 0))
-        meeting = agents.meeting if secret is None else type(agents.meeting)("", 0, secret)
-        self.socket.sendall(framed(meeting.sign(nonce, text) + text))
-        self.news = agents.news()
+    def __init__(self, agents: Agents, index: int, keys: Keys | None = None, executor: str = "one") -> None:
+        self.socket = socket.create_connection(agents.address)
+        here = Here(index, "/nowhere", "127.0.0.1", 0, executor, 0, 0)
+        with ThreadPoolExecutor(1) as beside:
+            self._answer = beside.submit(greet, self.socket, keys or agents.keys, here)
+            self.news = agents.news()
+            while not self._answer.done():
+                self.news += agents.news()
 
-    def answer(self) -> Any:
-        answer = self.socket.recv(4096)
-        return msgspec.msgpack.decode(answer[4:], type=Answer) if answer else None  # type: ignore[arg-type]
+    def answer(self) -> Answer | None:
+        """What the driver has said, if it has listened."""
+        return None if isinstance(self._answer.exception(), ConnectionError) else self._answer.result()
 
 
 @pytest.fixture
 def agents(spark: Any, tmp_path: Path) -> Iterator[Agents]:
     plan = RunPlan.make(load("digits"), Averaging(), Spark(spark, 1), Request(steps=1), None)
-    made = Agents(spark, Birth(plan, tmp_path, 1, host="127.0.0.1"), "", None, lambda only: None)
+    made = Agents(spark, Birth(plan, tmp_path, 1, keys=Keys.make(), host="127.0.0.1"), "", None, lambda only: None)
     made.place([Node(f"worker-{index}", "worker", True, index) for index in range(2)])
     yield made
     made.close(0.1)
@@ -329,15 +330,21 @@ def test_an_aggregator_is_beside_the_first_learner_of_its_host_and_dies_with_it(
 
 
 def test_strangers_get_no_place(agents: Agents) -> None:
-    stranger = Caller(agents, 0, secret=b"guessed")
+    stranger = Caller(agents, 0, Keys.make())
     assert stranger.answer() is None and agents.living == {}
-    with socket.create_connection((agents.meeting.host, agents.meeting.port)) as chatterbox:
-        agents.news()
-        chatterbox.recv(NONCE_BYTES)
-        chatterbox.sendall(b"\xff" * 64)
-        agents.news()
-        assert chatterbox.recv(1) == b""
     stranger.socket.close()
+
+
+@pytest.mark.parametrize("text", [b"\x97\x00\xa1\xff\xa0\x00\xa0\x00\x00", b"\x98" + b"\x91" * 4000, b""])
+def test_an_agent_of_another_version_gets_no_place_and_harms_nobody(agents: Agents, text: bytes) -> None:
+    with socket.create_connection(agents.address) as other, ThreadPoolExecutor(1) as beside:
+        told = beside.submit(introduce, other, agents.keys, LIFELINE, text)
+        while not told.done():
+            assert agents.news() == []
+        assert isinstance(told.exception(), ConnectionError) and agents.living == {}
+    friend = Caller(agents, 0)
+    assert isinstance(friend.answer(), Welcome)
+    friend.socket.close()
 
 
 # ---- the desk -------------------------------------------------------------------------------------------------------

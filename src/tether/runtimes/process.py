@@ -50,8 +50,9 @@ from tether.runtimes import control
 from tether.runtimes.base import Plan
 from tether.runtimes.collectives import Collectives, Down, Exchange, Up
 from tether.runtimes.driver import DRIVER
+from tether.runtimes.handshake import Keys
 from tether.runtimes.interpreter import Interpreter, T
-from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.runtimes.link import Inbox, Outbox
 from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool
 from tether.runtimes.randomness import random_state, restore_random, seed_all
