@@ -124,14 +124,23 @@ def can_be_kept(value: Any) -> bool:
 
 
 def unpack_tree(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `pack_tree`."""
+    """The inverse of `pack_tree`; `WireError` for what it cannot have made."""
+    try:
+        return _unpacked(value, tensors)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WireError(f"malformed tree: {error}") from error
+
+
+def _unpacked(value: Any, tensors: Sequence[Tensor]) -> Any:
     match value:
-        case {"$": "tensor", "at": position}:
+        case {"$": "tensor", "at": int(position)} if 0 <= position < len(tensors):
             return tensors[position]
         case {"$": "dict", "items": items}:
-            return {key: unpack_tree(item, tensors) for key, item in items}
+            return {key: _unpacked(item, tensors) for key, item in items}
         case {"$": "tuple", "items": items}:
-            return tuple(unpack_tree(item, tensors) for item in items)
+            return tuple(_unpacked(item, tensors) for item in items)
+        case dict():
+            raise WireError(f"malformed tree: {value!r:.100}")
         case list():
-            return [unpack_tree(item, tensors) for item in value]
+            return [_unpacked(item, tensors) for item in value]
     return value
