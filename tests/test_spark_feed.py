@@ -85,7 +85,7 @@ def test_a_replaced_agent_gets_the_rows_of_the_one_before(frame: Any) -> None:
         agents[1].close()
         assert source.feed(addresses, KEYS, only=[1]) == [NONE], "nobody is there"
         with intakes(source, 1) as ((replacement,), (address,)):
-            assert source.feed([addresses[0], address], b"another token", only=[1]) == [NONE]
+            assert source.feed([addresses[0], address], Keys.make(), only=[1]) == [NONE]
             assert source.feed([addresses[0], address], KEYS, only=[1]) == [30]
             after = replacement.wait(0.0)
     assert before.tensors[0].shape == (30, 3, 1) and before.tensors[1].dtype == torch.float32

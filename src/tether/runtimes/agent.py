@@ -27,7 +27,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from tether.errors import RunError
+from tether.errors import RunError, WireError
 from tether.machine import Node
 from tether.runtimes import control
 from tether.runtimes.driver import DRIVER, GRACE_SECONDS
@@ -100,13 +100,12 @@ def be_agent(index: int, birth: Birth, driver: tuple[str, int], feeding: Feeding
         answer = greet(lifeline, keys, here)
         if isinstance(answer, Fenced):
             return ""
-        node = answer.node
+        node, watched = answer.node, at_the_end.enter_context(_Lifeline(lifeline, directory))
         if meal is not None:
             birth.plan.bring(meal.eat(birth, node))
-        given_up = threading.Event()
 
         def follow(process: NodeProcess) -> None:
-            threading.Thread(target=_follow, args=(lifeline, process, given_up), daemon=True).start()
+            watched.add(process)
             if process.name == node.name and isinstance(process.exchange, Offers):
                 types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
                 at_the_end.callback(Desk(process, process.exchange, directory, types).close)
@@ -114,9 +113,39 @@ def be_agent(index: int, birth: Birth, driver: tuple[str, int], feeding: Feeding
         for other in answer.beside:
             at_the_end.enter_context(_Beside(birth, other, follow))
         live(birth, node, zmq.Context(), follow)
-        if given_up.is_set():
-            raise RunError(f"{node.name} was given up by its driver")  # so that Spark starts another
         return node.name
+
+
+class _Lifeline:
+    """Ends this process when the driver has given its nodes up, or is gone, whatever they are doing then.
+
+    They get no last word: for all others they are dead already. Spark starts another process for whoever comes next.
+    """
+
+    def __init__(self, connection: socket.socket, directory: Path) -> None:
+        self._connection = connection
+        self._directory = directory
+        self._nodes: list[NodeProcess] = []
+        self._ended = threading.Event()
+
+    def add(self, node: NodeProcess) -> None:
+        """A node that has been built."""
+        self._nodes.append(node)
+
+    def __enter__(self) -> _Lifeline:
+        threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _follow(self) -> None:
+        with suppress(OSError):
+            self._connection.recv(1)
+        in_good_order = self._nodes and all(node.is_over for node in self._nodes)
+        if not (in_good_order or self._ended.is_set()):
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os._exit(1)
 
 
 class _Beside:
@@ -174,9 +203,17 @@ def _gpu() -> int | None:
 def greet(lifeline: socket.socket, keys: Keys, here: Here) -> Answer:
     """Tell the driver who is there; what it answers."""
     told = introduce(lifeline, keys, LIFELINE, msgspec.msgpack.encode(here))
-    answer: Answer = msgspec.msgpack.decode(told, type=Answer)
+    answer: Answer = decoded(told, Answer)
     lifeline.settimeout(None)
     return answer
+
+
+def decoded(text: bytes, kind: Any) -> Any:
+    """What one end of a lifeline has said; `WireError` if it says something else."""
+    try:
+        return msgspec.msgpack.decode(text, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"malformed greeting: {error}") from error
 
 
 class _Meal:
@@ -205,11 +242,3 @@ class _Meal:
     def __exit__(self, *_: object) -> None:
         self.intake.close()
         self._context.destroy(linger=0)
-
-
-def _follow(lifeline: socket.socket, process: NodeProcess, given_up: threading.Event) -> None:
-    with suppress(OSError):
-        lifeline.recv(1)
-    if not process.is_over:
-        given_up.set()
-        process.fail(RunError("the driver has given this agent up, or is gone"))

@@ -230,7 +230,12 @@ class _Plain(pickle.Unpickler):
 
 def _read(path: str) -> list[Frame]:
     with open(path, "rb") as file:
-        frames: list[Frame] = _Plain(file).load()
+        try:
+            frames = _Plain(file).load()
+        except Exception as error:  # of damaged bytes pickle raises anything
+            raise WireError(f"a broadcast that is no list of bytes: {error or type(error).__name__}") from error
+    if not isinstance(frames, list) or not all(isinstance(frame, bytes | bytearray) for frame in frames):
+        raise WireError(f"a broadcast with a {type(frames).__name__} instead of a list of bytes")
     return frames
 
 

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from torch.utils.data import TensorDataset
@@ -41,6 +41,8 @@ NONE = -1
 #: fewer rows than this are dealt out by one task, so that every agent gets as many
 FEW_ROWS = 10_000
 CONNECT_SECONDS = 30.0
+#: how much of a stream is read at once
+READ_BYTES = 2**24
 #: how often strangers who take too long are looked for
 TIDY_SECONDS = 1.0
 
@@ -325,7 +327,7 @@ class Intake:
         import pyarrow
 
         with connection.makefile("rb") as file:
-            stream = pyarrow.ipc.open_stream(file)
+            stream = pyarrow.ipc.open_stream(_AsItComes(file))
             if stream.schema != _wire_schema(self._fields):
                 raise UsageError(f"a stream of {stream.schema.names} came for {[field.name for field in self._fields]}")
             for batch in stream:
@@ -333,6 +335,24 @@ class Intake:
                 store.add([np.frombuffer(raw.buffers()[1], f.dtype).reshape(-1, *f.shape) for f, raw in columns])
             if file.read(_COUNT.size) != _COUNT.pack(store.rows):  # an end between two batches looks like the end
                 raise ConnectionError("the stream has broken off")
+
+
+class _AsItComes:
+    """A file that takes the memory of what has come, however much it is asked for: lengths come from elsewhere."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.closed = False
+
+    def read(self, size: int) -> bytes:
+        parts = []
+        while size > 0 and (part := self._file.read(min(size, READ_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def as_frame(data: DataFrame | RDD[Any]) -> DataFrame:

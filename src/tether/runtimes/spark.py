@@ -6,6 +6,7 @@ Spark's own broadcast and treeAggregate, in jobs beside that one. The other prot
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import queue
@@ -15,9 +16,9 @@ import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,10 @@ import msgspec
 import torch
 
 from tether.compress import Packed
-from tether.errors import RunError, UsageError
+from tether.errors import RunError, UsageError, WireError
 from tether.machine import Message, Node
 from tether.runtimes import exchange, jvm
-from tether.runtimes.agent import LIFELINE, Feeding, Fenced, Here, Welcome, be_agent
+from tether.runtimes.agent import LIFELINE, Feeding, Fenced, Here, Welcome, be_agent, decoded
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Collectives, Down, Up, joined
 from tether.runtimes.driver import Came, Crew, Died, Driver, check_processes
@@ -194,7 +195,13 @@ class SparkDriver(Driver):
     def _deliver(self, members: tuple[str, ...], message: Message) -> None:
         frames = [pickle.PickleBuffer(frame) for frame in self._codec.encode(message)]  # written without a copy
         living = partial(self._living_of, set(members[1:]))
-        self._jobs.submit(partial(self._jobs.broadcast, frames, living), lambda _: None)
+        self._jobs.submit(partial(self._jobs.broadcast, frames, living), self._end_unreached)
+
+    def _end_unreached(self, names: set[str]) -> None:
+        """Give up those that a broadcast could not be brought to: without it they would be waited for without end."""
+        for name in sorted(names & self._living):
+            self._observer.note(f"{name} could not be brought a broadcast in {TRIES} tries")
+            self._agents.end(name)
 
     def _living_of(self, names: set[str]) -> set[str]:
         """Those of them who live, as other threads may ask too."""
@@ -364,7 +371,8 @@ class Agents:
         return news
 
     def end(self, name: str) -> None:
-        self._part(next(agent for agent in self.living.values() if name in agent.names), "is given up")
+        for agent in [agent for agent in self.living.values() if name in agent.names]:
+            self._part(agent, "is given up")
 
     def output(self, name: str) -> str:
         if any(name in agent.names for agent in self.living.values()):
@@ -398,10 +406,10 @@ class Agents:
         """Give an agent its place, if there is one."""
         lifeline = visitor.connection
         try:
-            here = msgspec.msgpack.decode(visitor.text, type=Here)
+            here = decoded(visitor.text, Here)
             welcome = self._answer(here)
             visitor.answer(msgspec.msgpack.encode(welcome))
-        except (OSError, ValueError, RecursionError):  # it has gone already, or speaks another version of this
+        except (OSError, WireError):  # it has gone already, or speaks another version of this
             lifeline.close()
             return
         if isinstance(welcome, Fenced):
@@ -473,9 +481,11 @@ class Jobs:
         self._session = session
         self._agents = agents
         self._note = note
-        self._group = f"tether exchange {uuid.uuid4().hex[:8]}"
+        self._name = f"tether exchange {uuid.uuid4().hex[:8]}"
+        self._numbers = itertools.count(1)
+        #: the job groups of what is under way
+        self._groups: set[str] = set()
         self._pool = ThreadPoolExecutor(max_workers=EXCHANGES_MAX, thread_name_prefix="exchange")
-        self._pending: list[Future[None]] = []
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         #: held by what brings sums to the driver
@@ -488,12 +498,13 @@ class Jobs:
 
         def done() -> None:
             try:
-                self._results.put(partial(then, work()))
+                with self._group():
+                    self._results.put(partial(then, work()))
             except Exception as error:
                 self._results.put(partial(_raise, error))
             self._agents.wake()
 
-        self._pending = [*(other for other in self._pending if not other.done()), self._pool.submit(done)]
+        self._pool.submit(done)
 
     def settle(self) -> None:
         """In the driver's thread: take in what has been done."""
@@ -502,18 +513,19 @@ class Jobs:
 
     def close(self) -> None:
         self._over = True
-        if not all(work.done() for work in self._pending):
-            self._context.cancelJobGroup(self._group)
+        for group in list(self._groups):
+            self._context.cancelJobGroup(group)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def broadcast(self, frames: list[pickle.PickleBuffer], members: Callable[[], set[str]]) -> None:
-        """Bring frames to all members that live."""
+    def broadcast(self, frames: list[pickle.PickleBuffer], members: Callable[[], set[str]]) -> set[str]:
+        """Bring frames to all members that live; those that could not be reached."""
         variable = self._context.broadcast(frames)
         reached: set[str] = set()
         for _ in range(TRIES):
             if missing := members() - reached:
                 reached |= set(self._run(missing, exchange.delivered(variable), lambda rdd: rdd.collect()) or ())
         variable.destroy()
+        return members() - reached
 
     def reduce(self, tag: str, parts: int, members: Callable[[], set[str]]) -> list[Up | None]:
         """The sums of what all members offer that live, part by part; None of a part that nobody has brought."""
@@ -524,25 +536,38 @@ class Jobs:
         with self._room:
             for _ in range(TRIES):
                 if missing := members() - set(total.up.covers if total else ()):
-                    visit = exchange.fetched(tag, part, self._group)
+                    visit = exchange.fetched(tag, part, self._name)
                     more = self._run(missing, visit, lambda rdd: rdd.treeAggregate(None, exchange.add, exchange.add))
                     total = exchange.add(total, more)
         return total.up if total is not None else None
 
     def _run(self, names: set[str], visit: Any, action: Callable[[RDD[Any]], Any]) -> Any:
         """A job whose tasks visit these agents, each on its own executor; None if it failed or took too long."""
-        watchdog = threading.Timer(EXCHANGE_SECONDS, self._context.cancelJobGroup, (self._group,))
-        watchdog.daemon = True
-        watchdog.start()
+        if self._over:
+            return None
         try:
-            self._context.setJobGroup(self._group, "an exchange of a run", interruptOnCancel=True)
-            return action(self._visitors(frozenset(names)).mapPartitions(visit))
+            with self._group(EXCHANGE_SECONDS):
+                return action(self._visitors(frozenset(names)).mapPartitions(visit))
         except Exception as error:
             if not self._over:
                 self._results.put(partial(self._note, f"an exchange has failed: {str(error).splitlines()[0]}"))
             return None
+
+    @contextmanager
+    def _group(self, seconds: float | None = None) -> Iterator[None]:
+        """A job group for what this thread does meanwhile, which is cancelled after that time or with the run."""
+        group = f"{self._name} {next(self._numbers)}"
+        self._context.setJobGroup(group, "an exchange of a run", interruptOnCancel=True)
+        self._groups.add(group)
+        watchdog = threading.Timer(seconds or 0.0, self._context.cancelJobGroup, (group,))
+        watchdog.daemon = True
+        if seconds is not None:
+            watchdog.start()
+        try:
+            yield
         finally:
             watchdog.cancel()
+            self._groups.discard(group)
 
     def _visitors(self, names: frozenset[str]) -> RDD[Any]:
         """A partition for each of these agents, with its name and directory, that Spark runs where the agent is."""
