@@ -7,6 +7,7 @@ What comes in is checked against the types and sizes before anything is built of
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar, Union
 
@@ -124,23 +125,23 @@ def can_be_kept(value: Any) -> bool:
 
 
 def unpack_tree(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `pack_tree`; `WireError` for what it cannot have made."""
-    try:
-        return _unpacked(value, tensors)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WireError(f"malformed tree: {error}") from error
-
-
-def _unpacked(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `pack_tree`; WireError if nothing that it makes looks like this."""
     match value:
         case {"$": "tensor", "at": int(position)} if 0 <= position < len(tensors):
             return tensors[position]
-        case {"$": "dict", "items": items}:
-            return {key: _unpacked(item, tensors) for key, item in items}
-        case {"$": "tuple", "items": items}:
-            return tuple(_unpacked(item, tensors) for item in items)
-        case dict():
-            raise WireError(f"malformed tree: {value!r:.100}")
+        case {"$": "dict", "items": list(items)}:
+            return dict(_unpack_item(item, tensors) for item in items)
+        case {"$": "tuple", "items": list(items)}:
+            return tuple(unpack_tree(item, tensors) for item in items)
         case list():
-            return [_unpacked(item, tensors) for item in value]
-    return value
+            return [unpack_tree(item, tensors) for item in value]
+        case None | bool() | int() | float() | str():
+            return value
+    raise WireError(f"a {type(value).__name__} that is neither a tensor nor a tree of values: {reprlib.repr(value)}")
+
+
+def _unpack_item(item: Any, tensors: Sequence[Tensor]) -> tuple[Any, Any]:
+    match item:
+        case [None | str() | int() | float() as key, value]:
+            return key, unpack_tree(value, tensors)
+    raise WireError(f"not a key and a value: {reprlib.repr(item)}")
