@@ -17,6 +17,7 @@ torch.set_num_threads(1)  # as in every node: for tensors this small two only wa
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-transcripts", action="store_true", help="write tests/transcripts/*.txt anew")
+    parser.addoption("--mutations", type=int, default=300, help="damaged inputs for each decoder in tests/test_fuzz.py")
 
 
 @pytest.fixture(scope="session")

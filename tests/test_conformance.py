@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single
+from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Spark
 from tether.machine import Message, ReplicaState
 from tether.protocols import Options, grid, known, mpca
 from tether.protocols.averaging import Effort, Joint
@@ -85,6 +86,11 @@ def test_the_simulator_keeps_the_promises_of_a_runtime(tmp_path: Path) -> None:
 
 def test_processes_on_one_machine_keep_the_promises_of_a_runtime(tmp_path: Path) -> None:
     check_runtime(lambda workers: Local(workers=workers), tmp_path)
+
+
+@pytest.mark.spark
+def test_agents_on_spark_keep_the_promises_of_a_runtime(spark: Any, tmp_path: Path) -> None:
+    check_runtime(lambda workers: Spark(spark, workers), tmp_path, workers_max=3, records=False)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["adv", "adv-star"])

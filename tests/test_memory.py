@@ -25,7 +25,8 @@ from torch import Tensor
 
 from tether.errors import WireError
 from tether.machine import Message
-from tether.runtimes.link import Inbox, Keys, Outbox, address
+from tether.runtimes.handshake import Keys
+from tether.runtimes.link import Inbox, Outbox, address
 from tether.runtimes.memory import LOANS_MAX, SHARED_BYTES_MIN, Loan, Memory, PeerMemory
 from tether.vector import raw_bytes
 from tether.wire import Codec

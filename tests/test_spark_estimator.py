@@ -133,6 +133,72 @@ def test_params_are_set_and_got_copied_and_saved(spark: Any, tmp_path: Path) -> 
         TetherEstimator().fit(spark.range(3))
 
 
+class Evil:
+    """Pickled, it leaves a file wherever it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+SAVED: dict[str, Callable[[], Any]] = {
+    "estimator": lambda: TetherEstimator(model=lambda: nn.Linear(2, 3)),
+    "model": lambda: TetherModel(nn.Linear(2, 3), Field("features", "float32", (2,)), 3, lambda: nn.Linear(2, 3)),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_what_was_saved_as_code_loads_only_where_its_writer_is_trusted(spark: Any, kind: str, tmp_path: Path) -> None:
+    saved, path = SAVED[kind](), f"{tmp_path}/saved"
+    saved.save(path)
+    again = type(saved).load(path, trust=True)
+    module = again.module if kind == "model" else again.getModel()()
+    assert isinstance(module, nn.Linear) and module.out_features == 3
+    assert type(saved).read().trust().load(path).uid == saved.uid
+    (pickled,) = tmp_path.glob("saved/*.pickle")
+    pickled.write_bytes(cloudpickle.dumps(Evil(tmp_path / "evil")))
+    (tmp_path / "saved" / f".{pickled.name}.crc").unlink()  # Hadoop's own checksum
+    for load in (type(saved).load, type(saved).read().load):
+        with pytest.raises(UsageError, match=r"If you trust whoever wrote it, load it with \w+.load\(.*, trust=True\)"):
+            load(path)
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("name", ["os:system", "torch.fx.graph_module:reduce_graph_module"])
+def test_a_name_in_a_saved_file_makes_modules_and_nothing_else(
+    spark: Any, kind: str, name: str, tmp_path: Path
+) -> None:
+    module = nn.Linear(2, 3)
+    saved = (
+        TetherModel(module, Field("features", "float32", (2,)), 3) if kind == "model" else TetherEstimator(model=module)
+    )
+    saved.save(f"{tmp_path}/saved")
+    for metadata in (tmp_path / "saved" / "metadata").glob("[!.]*"):
+        metadata.write_text(metadata.read_text().replace("torch.nn.modules.linear:Linear", name))
+    for checksum in (tmp_path / "saved" / "metadata").glob(".*.crc"):
+        checksum.unlink()
+    with pytest.raises(UsageError, match=name):
+        type(saved).load(f"{tmp_path}/saved", trust=True)
+
+
+def test_a_module_is_saved_with_its_weights_and_loads_without_trust(spark: Any, tmp_path: Path) -> None:
+    module = network()
+    estimator = TetherEstimator(model=module, loss=nn.functional.cross_entropy, optimizer=quick)
+    estimator.save(f"{tmp_path}/estimator")
+    loaded = TetherEstimator.load(f"{tmp_path}/estimator")
+    assert not list(tmp_path.glob("*/*.pickle"))
+    assert loaded.getLoss() is nn.functional.cross_entropy and loaded.getOptimizer() is quick
+    for name, tensor in loaded.getModel().state_dict().items():
+        assert torch.equal(tensor, module.state_dict()[name])
+    (tmp_path / "estimator" / "model.safetensors").write_bytes(b"damaged")
+    (tmp_path / "estimator" / ".model.safetensors.crc").unlink()
+    with pytest.raises(UsageError, match="do not fit the model, or are damaged"):
+        TetherEstimator.load(f"{tmp_path}/estimator")
+
+
 class Words(nn.Module):
     """Has a buffer that is not among its weights."""
 

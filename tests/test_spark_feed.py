@@ -14,16 +14,17 @@ import torch
 from tether.errors import RunError, UsageError
 from tether.runtimes import feed
 from tether.runtimes.feed import NONE, Columns, Intake, Source
+from tether.runtimes.handshake import Keys, receive
 from tether.store import Field, Mapped
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = pytest.mark.spark
-TOKEN = b"the token of this run"
+KEYS = Keys.make()
 
 
 @contextmanager
 def intakes(source: Source, count: int, **options: Any) -> Iterator[tuple[list[Intake], list[tuple[str, int]]]]:
-    made = [Intake(source.fields, TOKEN, host="127.0.0.1", **options) for _ in range(count)]
+    made = [Intake(source.fields, KEYS, host="127.0.0.1", **options) for _ in range(count)]
     try:
         yield made, [("127.0.0.1", intake.port) for intake in made]
     finally:
@@ -66,7 +67,7 @@ def test_every_row_arrives_once_at_one_agent(frame: Any, features: tuple[str, ..
     source = Source(frame, Columns(features, "id"))
     assert (source.rows, source.classes) == (60, 60)
     with intakes(source, 3) as (agents, addresses):
-        assert source.feed(addresses, TOKEN) == [20, 20, 20]
+        assert source.feed(addresses, KEYS) == [20, 20, 20]
         parts = [agent.wait(0.0) for agent in agents]
     rows, labels = (torch.cat([part.tensors[i] for part in parts]) for i in range(2))
     order = labels.argsort()
@@ -77,15 +78,15 @@ def test_every_row_arrives_once_at_one_agent(frame: Any, features: tuple[str, ..
 def test_a_replaced_agent_gets_the_rows_of_the_one_before(frame: Any) -> None:
     source = Source(frame, Columns(("vector",), "half", classes=False, shape=(3, 1)))
     with intakes(source, 2) as (agents, addresses):
-        assert source.feed(addresses, TOKEN) == [30, 30]
+        assert source.feed(addresses, KEYS) == [30, 30]
         before = agents[1].wait(0.0)
-        assert source.feed(addresses, TOKEN, only=[1]) == [30], "a task that Spark runs again is told so"
+        assert source.feed(addresses, KEYS, only=[1]) == [30], "a task that Spark runs again is told so"
         assert agents[1].wait(0.0) is before
         agents[1].close()
-        assert source.feed(addresses, TOKEN, only=[1]) == [NONE], "nobody is there"
+        assert source.feed(addresses, KEYS, only=[1]) == [NONE], "nobody is there"
         with intakes(source, 1) as ((replacement,), (address,)):
-            assert source.feed([addresses[0], address], b"another token", only=[1]) == [NONE]
-            assert source.feed([addresses[0], address], TOKEN, only=[1]) == [30]
+            assert source.feed([addresses[0], address], Keys.make(), only=[1]) == [NONE]
+            assert source.feed([addresses[0], address], KEYS, only=[1]) == [30]
             after = replacement.wait(0.0)
     assert before.tensors[0].shape == (30, 3, 1) and before.tensors[1].dtype == torch.float32
     assert [sorted_rows(tensor) for tensor in before.tensors] == [sorted_rows(tensor) for tensor in after.tensors]
@@ -100,7 +101,7 @@ def test_an_rdd_of_rows_with_arrays_of_numpy_is_taken_and_spilled(spark: Any) ->
     source = Source(rdd, Columns(("_1",), "_2"))
     told: list[tuple[int, int]] = []
     with intakes(source, 1, memory_mb=0.02, progress=lambda *so_far: told.append(so_far)) as ((agent,), addresses):
-        assert source.feed(addresses, TOKEN) == [2000]
+        assert source.feed(addresses, KEYS) == [2000]
         data = agent.wait(0.0)
     assert isinstance(data, Mapped) and told[-1] == (2000, 2000 * 40)
     assert sorted_rows(data.tensors[0]) == [[float(i)] * 8 for i in range(2000)]
@@ -162,10 +163,10 @@ def test_no_rows_are_refused(frame: Any) -> None:
 FIELDS = (Field("features", "float32", (2,)), Field("label", "int64"))
 
 
-def stream(intake: Intake, token: bytes = TOKEN) -> tuple[socket.socket, Any, Any]:
+def stream(intake: Intake, keys: Keys = KEYS) -> tuple[socket.socket, Any, Any]:
     import pyarrow
 
-    connection, have = feed._meet(("127.0.0.1", intake.port), token)
+    connection, have = feed._meet(("127.0.0.1", intake.port), keys)
     assert have == NONE
     file = connection.makefile("wb")
     return connection, file, pyarrow.ipc.new_stream(file, feed._wire_schema(FIELDS))
@@ -183,7 +184,7 @@ def batch(count: int) -> Any:
 
 
 def test_a_stream_that_breaks_off_is_forgotten_as_a_whole() -> None:
-    with closing(Intake(FIELDS, TOKEN, host="127.0.0.1")) as intake:
+    with closing(Intake(FIELDS, KEYS, host="127.0.0.1")) as intake:
         for between_batches in (True, False):
             connection, file, writer = stream(intake)
             writer.write_batch(batch(3))
@@ -200,20 +201,20 @@ def test_a_stream_that_breaks_off_is_forgotten_as_a_whole() -> None:
             writer.close()
             file.write(feed._COUNT.pack(5))
             file.flush()
-            assert feed._COUNT.unpack(feed._receive(connection, 8)) == (5,)
+            assert feed._COUNT.unpack(receive(connection, 8)) == (5,)
         assert intake.wait(0.0).tensors[1].tolist() == [0, 1, 2, 3, 4]
 
 
-def test_who_has_not_the_token_is_not_listened_to() -> None:
-    with closing(Intake(FIELDS, TOKEN, host="127.0.0.1")) as intake:
+def test_who_has_not_the_keys_is_not_listened_to() -> None:
+    with closing(Intake(FIELDS, KEYS, host="127.0.0.1")) as intake:
         with pytest.raises(ConnectionError):
-            stream(intake, b"guessed")
+            stream(intake, Keys.make())
         with pytest.raises(RunError, match="no data has come within 0 s"):
             intake.wait(0.0)
 
 
 def test_a_disk_that_is_full_ends_the_wait(tmp_path: Any) -> None:
-    with closing(Intake(FIELDS, TOKEN, memory_mb=1e-6, directory=f"{tmp_path}/none")) as intake:
+    with closing(Intake(FIELDS, KEYS, memory_mb=1e-6, directory=f"{tmp_path}/none")) as intake:
         connection, file, writer = stream(intake)
         with connection, file:
             writer.write_batch(batch(5))

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 import numpy as np
 import torch
+from msgspec import ValidationError, convert, to_builtins
+from safetensors import SafetensorError
 from safetensors.torch import load as load_weights
 from safetensors.torch import save as save_weights
 from torch import Tensor, nn
@@ -24,6 +26,8 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from tether.errors import TaskError, UsageError, missing_extra, unknown
+from tether.protocols import Options, known
+from tether.recipe import Recipe, recipe_of, recipe_of_module
 from tether.run import run
 from tether.runtimes.feed import Columns, Source, array_of, as_frame
 from tether.runtimes.spark import Spark
@@ -230,7 +234,11 @@ def _param(name: str, doc: str, convert: Callable[[Any], Any] | None = None) -> 
 
 
 class _Kept(Params, MLReadable[Any], MLWritable):
-    """Can be saved in any file system that Spark knows: params as pyspark.ml keeps them, anything else in files."""
+    """Can be saved in any file system that Spark knows: params as pyspark.ml keeps them, anything else in files.
+
+    Loading runs no code of the files: objects are kept as recipes, weights as safetensors. Objects without a recipe are
+    pickled, and load only where that is asked for.
+    """
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
         """Params, more of what JSON can hold, and files."""
@@ -244,8 +252,13 @@ class _Kept(Params, MLReadable[Any], MLWritable):
         return _Writer(self)
 
     @classmethod
-    def read(cls) -> MLReader[Any]:
+    def read(cls) -> _Reader:
         return _Reader(cls)
+
+    @classmethod
+    def load(cls, path: str, trust: bool = False) -> Any:
+        """What was saved there. With `trust`, whoever wrote it may have any code run here, as pickle allows."""
+        return cls.read().trust(trust).load(path)
 
 
 class _Writer(MLWriter):
@@ -270,11 +283,22 @@ class _Reader(MLReader[Any]):
     def __init__(self, cls: type[_Kept]) -> None:
         super().__init__()
         self._cls = cls
+        self._trust = False
+
+    def trust(self, trust: bool = True) -> _Reader:
+        """Whether pickled objects may be loaded, which run whatever code their writer has chosen."""
+        self._trust = trust
+        return self
 
     def load(self, path: str) -> Any:
         metadata = DefaultParamsReader.loadMetadata(path, self.sparkSession)
 
         def file(name: str) -> bytes:
+            if name.endswith(".pickle") and not self._trust:
+                raise UsageError(
+                    f"{path} has objects that were saved as code, which may do anything here. If you trust whoever "
+                    f"wrote it, load it with {self._cls.__name__}.load({path!r}, trust=True). {_SAFE}"
+                )
             place, system = _place(self.sparkSession, f"{path}/{name}")
             stream = system.open(place)
             try:
@@ -287,6 +311,25 @@ class _Reader(MLReader[Any]):
         instance._resetUid(metadata["uid"])
         DefaultParamsReader.getAndSetParams(instance, metadata)
         return instance
+
+
+#: what needs no trust
+_SAFE = (
+    "No trust is needed for what can be saved by name: a torch.nn module, a class of modules, or a function of an "
+    "importable module that is annotated to return one, with plain arguments (functools.partial)"
+)
+
+
+def _weights(data: bytes, module: nn.Module) -> None:
+    """Put weights that were saved into a module of the same shape."""
+    try:
+        module.load_state_dict(load_weights(data), assign=True)
+    except (SafetensorError, RuntimeError, ValueError) as error:
+        raise UsageError(f"the saved weights do not fit the model, or are damaged: {error}") from error
+
+
+def _weight_bytes(module: nn.Module) -> bytes:
+    return save_weights({name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()})
 
 
 def _place(spark: SparkSession, path: str) -> tuple[Any, Any]:
@@ -356,7 +399,7 @@ class TetherEstimator(Estimator["TetherModel"], _Shared, HasSeed, _Kept):
         workers, memory_mb = self.getOrDefault("workers"), self.getOrDefault("memoryMB")
         where = Spark(dataset.sparkSession, workers, memory_mb=memory_mb)
         result = run(task, self._given("protocol"), where, seed=self.getSeed(), run_dir=self._given("runDir"))
-        model = TetherModel(result.model, task.fields[0], task.classes)
+        model = TetherModel(result.model, task.fields[0], task.classes, self.getOrDefault("model"))
         model._resetUid(self.uid)
         return self._copyValues(model)
 
@@ -364,18 +407,65 @@ class TetherEstimator(Estimator["TetherModel"], _Shared, HasSeed, _Kept):
         return self.getOrDefault(name) if self.isDefined(name) else None
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
-        """Params that are objects go to a file of their own."""
+        """Params that are objects are kept as recipes, or else pickled together."""
         params = {param.name: value for param, value in self._paramMap.items()}
-        objects = {name: params.pop(name) for name in _OBJECTS & params.keys() if not isinstance(params[name], str)}
-        return params, {}, {"objects.pickle": cloudpickle.dumps(objects)}
+        objects = {
+            name: params.pop(name) for name in _OBJECTS.keys() & params.keys() if not isinstance(params[name], str)
+        }
+        recipes = {name: found for name, value in objects.items() if (found := _recipe(name, value)) is not None}
+        pickled = {name: value for name, value in objects.items() if name not in recipes}
+        files = {"objects.pickle": cloudpickle.dumps(pickled)} if pickled else {}
+        files |= {f"{name}.safetensors": _weight_bytes(objects[name]) for name in recipes if _is_module(objects[name])}
+        return params, {"objects": recipes, "pickled": sorted(pickled)}, files
 
     @classmethod
     def _made_of(cls, metadata: dict[str, Any], file: Callable[[str], bytes]) -> TetherEstimator:
-        return cls(**cloudpickle.loads(file("objects.pickle")))
+        pickled = cloudpickle.loads(file("objects.pickle")) if metadata.get("pickled", True) else {}
+        made = cls(**pickled)
+        for name, recipe in metadata.get("objects", {}).items():
+            if name not in _OBJECTS:
+                raise unknown("object", name, _OBJECTS)
+            value = _made(name, recipe)
+            if _is_module(value):
+                _weights(file(f"{name}.safetensors"), value)
+            made._set(**{name: value})
+        return made
 
 
-#: params whose values are objects
-_OBJECTS = {"model", "loss", "optimizer", "protocol"}
+#: params whose values are objects, and what they make
+_OBJECTS: dict[str, type] = {
+    "model": nn.Module,
+    "loss": Tensor,
+    "optimizer": torch.optim.Optimizer,
+    "protocol": Options,
+}
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module)
+
+
+def _recipe(name: str, value: Any) -> dict[str, Any] | None:
+    """How a param's value is made, as JSON holds it; None if only pickle can keep it."""
+    if isinstance(value, Options):
+        return {"protocol": value.name, "options": asdict(value)} if known().get(value.name) is type(value) else None
+    found = recipe_of_module(value) if _is_module(value) else recipe_of(value, _OBJECTS[name])
+    return None if found is None else {"module" if _is_module(value) else "maker": to_builtins(found)}
+
+
+def _made(name: str, recipe: Any) -> Any:
+    """A param's value by its recipe."""
+    try:
+        match recipe:
+            case {"protocol": str(protocol), "options": dict(options)} if name == "protocol" and protocol in known():
+                return known()[protocol](**options)
+            case {"module": told} if name in ("model", "loss"):
+                return convert(told, Recipe).make(nn.Module)
+            case {"maker": told}:
+                return convert(told, Recipe).maker(_OBJECTS[name])
+    except (ValidationError, TypeError) as error:
+        raise UsageError(f"{name} cannot be made of {recipe!r}: {error}") from error
+    raise UsageError(f"{name} cannot be made of {recipe!r}")
 
 
 @accessors
@@ -386,8 +476,10 @@ class TetherModel(Model, _Shared, _Kept):
     class. Else prediction is the model's output: a number, or a vector of several.
     """
 
-    def __init__(self, module: nn.Module, field: Field, classes: int) -> None:
+    def __init__(self, module: nn.Module, field: Field, classes: int, made_by: Any = None) -> None:
+        """`made_by` is what made the module: a class, a function, or a module that it is a copy of."""
         super().__init__()
+        self._made_by = module if made_by is None else made_by
         #: the trained torch module
         self.module = module
         self._field = field
@@ -429,20 +521,29 @@ class TetherModel(Model, _Shared, _Kept):
         return predict(self.module, row).numel()
 
     def _parts(self) -> tuple[dict[str, Any], dict[str, Any], dict[str, bytes]]:
-        """Weights travel as safetensors; what is pickled is the module without them."""
-        weights = {name: tensor.detach().cpu().clone() for name, tensor in self.module.state_dict().items()}
-        module = copy.deepcopy(self.module)
-        module.load_state_dict({name: tensor.to("meta") for name, tensor in weights.items()}, assign=True)
-        more = {"classes": self.classes, "dtype": self._field.dtype, "shape": self._field.shape}
+        """The module as a recipe, or else pickled without its weights; these as safetensors."""
+        recipe = _recipe("model", self._made_by)
+        more = {"classes": self.classes, "dtype": self._field.dtype, "shape": self._field.shape, "module": recipe}
         params = {param.name: value for param, value in self._paramMap.items()}
-        return params, more, {"weights.safetensors": save_weights(weights), "module.pickle": cloudpickle.dumps(module)}
+        files = {"weights.safetensors": _weight_bytes(self.module)}
+        if recipe is None:
+            module = copy.deepcopy(self.module)
+            module.load_state_dict(
+                {name: tensor.to("meta") for name, tensor in module.state_dict().items()}, assign=True
+            )
+            files["module.pickle"] = cloudpickle.dumps(module)
+        return params, more, files
 
     @classmethod
     def _made_of(cls, metadata: dict[str, Any], file: Callable[[str], bytes]) -> TetherModel:
-        module = cloudpickle.loads(file("module.pickle"))
-        module.load_state_dict(load_weights(file("weights.safetensors")), assign=True)
+        if (recipe := metadata.get("module")) is None:
+            module = made_by = cloudpickle.loads(file("module.pickle"))
+        else:
+            made_by = _made("model", recipe)
+            module = made_by if _is_module(made_by) else convert(recipe["maker"], Recipe).make(nn.Module)
+        _weights(file("weights.safetensors"), module)
         field = Field("features", metadata["dtype"], tuple(metadata["shape"]))
-        return cls(module, field, metadata["classes"])
+        return cls(module, field, metadata["classes"], made_by)
 
 
 #: a column that is there while predictions are made

@@ -1,9 +1,10 @@
 """A node as a task of a long Spark job.
 
 Each agent has a job of its own: Spark runs it on one executor, and on another when that has died. An agent has a
-connection to the driver for as long as it lives, its lifeline: there it is told which node it is, and whichever of the
-two finds it closed knows that the other is gone, long before Spark's heartbeats tell. An orphan, whose driver has given
-it up, ends there as well: whoever takes its place has another name, so nothing of it is mistaken for the other's.
+connection to the driver for as long as it lives, its lifeline: there each proves to the other that it belongs to the
+run, the agent is told which node it is, and whichever of the two finds it closed knows that the other is gone, long
+before Spark's heartbeats tell. An orphan, whose driver has given it up, ends there as well: whoever takes its place has
+another name, so nothing of it is mistaken for the other's.
 
 What an agent is given to build comes with Spark's task, as the code of any task does. Nothing else that crosses the
 network is unpickled.
@@ -11,8 +12,6 @@ network is unpickled.
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import os
 import shutil
 import socket
@@ -28,33 +27,23 @@ from typing import Any
 import msgspec
 import zmq
 
-from tether.errors import RunError
+from tether.errors import RunError, WireError
 from tether.machine import Node
 from tether.runtimes import control
 from tether.runtimes.driver import DRIVER, GRACE_SECONDS
 from tether.runtimes.exchange import Desk, Offers
 from tether.runtimes.feed import Intake
+from tether.runtimes.handshake import Keys, introduce
 from tether.runtimes.link import Outbox
 from tether.runtimes.process import Birth, NodeProcess, live, message_types, outbox
 from tether.store import Field
 
-NONCE_BYTES = 32
-#: how long the two ends of a lifeline wait for each other's first words
+#: what the keys of lifelines are for
+LIFELINE = "lifeline"
+#: how long an agent waits for the driver's first words
 GREETING_SECONDS = 30.0
 #: how often the driver is told of rows that come in
 TELL_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where agents find the driver, and the secret that tells them from strangers."""
-
-    host: str
-    port: int
-    secret: bytes
-
-    def sign(self, nonce: bytes, text: bytes) -> bytes:
-        return hmac.digest(self.secret, nonce + text, hashlib.sha256)
 
 
 class Here(msgspec.Struct, frozen=True, array_like=True):
@@ -96,27 +85,27 @@ class Feeding:
     memory_mb: float
 
 
-def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None) -> str:
+def be_agent(index: int, birth: Birth, driver: tuple[str, int], feeding: Feeding | None) -> str:
     """Be the node that the driver says, until the run is over; the name it had, or "" if the driver had none for it."""
+    keys = birth.keys
+    assert keys is not None, "a run across machines has keys"
     with ExitStack() as at_the_end:
         directory = Path(tempfile.mkdtemp(prefix="tether-"))
         at_the_end.callback(shutil.rmtree, directory, ignore_errors=True)
-        address = (meeting.host, meeting.port)
-        lifeline = at_the_end.enter_context(socket.create_connection(address, GREETING_SECONDS))
+        lifeline = at_the_end.enter_context(socket.create_connection(driver, GREETING_SECONDS))
         host = lifeline.getsockname()[0]
         birth = replace(birth, directory=directory, host=host, device=_gpu())
-        meal = at_the_end.enter_context(_Meal(feeding, meeting.secret, host)) if feeding else None
+        meal = at_the_end.enter_context(_Meal(feeding, keys, host)) if feeding else None
         here = Here(index, str(directory), host, meal.intake.port if meal else 0, *_task())
-        answer = _greet(lifeline, meeting, here)
+        answer = greet(lifeline, keys, here)
         if isinstance(answer, Fenced):
             return ""
-        node = answer.node
+        node, watched = answer.node, at_the_end.enter_context(_Lifeline(lifeline, directory))
         if meal is not None:
             birth.plan.bring(meal.eat(birth, node))
-        given_up = threading.Event()
 
         def follow(process: NodeProcess) -> None:
-            threading.Thread(target=_follow, args=(lifeline, process, given_up), daemon=True).start()
+            watched.add(process)
             if process.name == node.name and isinstance(process.exchange, Offers):
                 types = message_types(birth.plan.messages, compressed=birth.plan.compress != "none")
                 at_the_end.callback(Desk(process, process.exchange, directory, types).close)
@@ -124,9 +113,39 @@ def be_agent(index: int, birth: Birth, meeting: Meeting, feeding: Feeding | None
         for other in answer.beside:
             at_the_end.enter_context(_Beside(birth, other, follow))
         live(birth, node, zmq.Context(), follow)
-        if given_up.is_set():
-            raise RunError(f"{node.name} was given up by its driver")  # so that Spark starts another
         return node.name
+
+
+class _Lifeline:
+    """Ends this process when the driver has given its nodes up, or is gone, whatever they are doing then.
+
+    They get no last word: for all others they are dead already. Spark starts another process for whoever comes next.
+    """
+
+    def __init__(self, connection: socket.socket, directory: Path) -> None:
+        self._connection = connection
+        self._directory = directory
+        self._nodes: list[NodeProcess] = []
+        self._ended = threading.Event()
+
+    def add(self, node: NodeProcess) -> None:
+        """A node that has been built."""
+        self._nodes.append(node)
+
+    def __enter__(self) -> _Lifeline:
+        threading.Thread(target=self._follow, name="lifeline", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+
+    def _follow(self) -> None:
+        with suppress(OSError):
+            self._connection.recv(1)
+        in_good_order = self._nodes and all(node.is_over for node in self._nodes)
+        if not (in_good_order or self._ended.is_set()):
+            shutil.rmtree(self._directory, ignore_errors=True)
+            os._exit(1)
 
 
 class _Beside:
@@ -181,23 +200,28 @@ def _gpu() -> int | None:
     return int(given.addresses[0]) if given is not None else None
 
 
-def _greet(lifeline: socket.socket, meeting: Meeting, here: Here) -> Answer:
-    stream = lifeline.makefile("rb")
-    nonce = stream.read(NONCE_BYTES)
-    text = msgspec.msgpack.encode(here)
-    lifeline.sendall(framed(meeting.sign(nonce, text) + text))
-    length = int.from_bytes(stream.read(4), "big")
-    answer: Answer = msgspec.msgpack.decode(stream.read(length), type=Answer)
+def greet(lifeline: socket.socket, keys: Keys, here: Here) -> Answer:
+    """Tell the driver who is there; what it answers."""
+    told = introduce(lifeline, keys, LIFELINE, msgspec.msgpack.encode(here))
+    answer: Answer = decoded(told, Answer)
     lifeline.settimeout(None)
     return answer
+
+
+def decoded(text: bytes, kind: Any) -> Any:
+    """What one end of a lifeline has said; `WireError` if it says something else."""
+    try:
+        return msgspec.msgpack.decode(text, type=kind)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise WireError(f"malformed greeting: {error}") from error
 
 
 class _Meal:
     """The rows that an agent is brought; the driver is told how they come."""
 
-    def __init__(self, feeding: Feeding, secret: bytes, host: str) -> None:
+    def __init__(self, feeding: Feeding, keys: Keys, host: str) -> None:
         memory_mb = feeding.memory_mb
-        self.intake = Intake(feeding.fields, secret, host=host, memory_mb=memory_mb, progress=self._progress)
+        self.intake = Intake(feeding.fields, keys, host=host, memory_mb=memory_mb, progress=self._progress)
         self._context: zmq.Context[Any] = zmq.Context()
         self._outbox: Outbox | None = None
         self._told_at = time.monotonic()
@@ -218,15 +242,3 @@ class _Meal:
     def __exit__(self, *_: object) -> None:
         self.intake.close()
         self._context.destroy(linger=0)
-
-
-def _follow(lifeline: socket.socket, process: NodeProcess, given_up: threading.Event) -> None:
-    with suppress(OSError):
-        lifeline.recv(1)
-    if not process.is_over:
-        given_up.set()
-        process.fail(RunError("the driver has given this agent up, or is gone"))
-
-
-def framed(text: bytes) -> bytes:
-    return len(text).to_bytes(4, "big") + text

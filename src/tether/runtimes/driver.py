@@ -26,7 +26,8 @@ from tether.errors import NodesLost, RunError, TaskError, TetherError, UsageErro
 from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
 from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
-from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.runtimes.handshake import Keys
+from tether.runtimes.link import Inbox, Outbox
 from tether.runtimes.liveness import START_SECONDS, AwakeClock, overdue_seconds
 from tether.runtimes.memory import Memory
 from tether.wire import pack_tree, unpack_tree

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 import pickle
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -221,16 +222,32 @@ def _lend_nothing(_: Frame) -> None:
     return None
 
 
-class _Plain(pickle.Unpickler):
-    """Reads what Spark has written, if it is nothing but bytes in a list."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        raise WireError(f"a broadcast with a {module}.{name}")
+#: how pickle writes bytes: what comes before them, and of how many bytes the number is that says how many they are
+_BYTES = {pickle.SHORT_BINBYTES: 1, pickle.BINBYTES: 4, pickle.BINBYTES8: 8, pickle.BYTEARRAY8: 8}
+#: what pickle writes around bytes in a list, and how many bytes come with it
+_AROUND = {
+    pickle.PROTO: 1,
+    pickle.FRAME: 8,
+    **dict.fromkeys((pickle.EMPTY_LIST, pickle.MARK, pickle.MEMOIZE, pickle.APPEND, pickle.APPENDS), 0),
+}
 
 
 def _read(path: str) -> list[Frame]:
+    """The bytes in a list that Spark has pickled; a file with anything else in it is refused, and nothing unpickled."""
+    frames: list[Frame] = []
     with open(path, "rb") as file:
-        frames: list[Frame] = _Plain(file).load()
+        size = os.fstat(file.fileno()).st_size
+        while (code := file.read(1)) != pickle.STOP:
+            if code in _AROUND:
+                file.read(_AROUND[code])
+                continue
+            length = int.from_bytes(file.read(_BYTES.get(code, 0)), "little")
+            if code not in _BYTES or length > size - file.tell():
+                raise WireError(
+                    f"a broadcast that is not a list of bytes: {code!r} before byte {file.tell()} of {size}"
+                )
+            file.readinto(frame := bytearray(length))
+            frames.append(memoryview(frame))
     return frames
 
 

@@ -81,7 +81,7 @@ class Faults:
             return Faults(tuple(msgspec.json.decode(path.read_bytes(), type=list[Fault])))
         except OSError as error:
             raise UsageError(f"cannot read the faults in {path}: {error.strerror}") from None
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # besides msgspec's own: bad UTF-8, nesting
             example = json.dumps([{"kind": "crash", "node": "worker-2", "step": 5}])
             raise UsageError(f"{path} is no list of faults ({error}); expected something like {example}") from None
 

@@ -5,19 +5,17 @@ rows checked by one job before anything is trained, deals them out to one partit
 streamed by an ordinary task to the `Intake` of its agent. Spark may run such a task again, and whoever replaces an
 agent is fed by the task of that partition alone: its rows are still there, in the files of the shuffle.
 
-What is said on a connection: the agent sends a challenge, the task answers with its HMAC under the token of the run;
-the agent says how many rows it has. If it has none, they come as an Arrow stream of raw bytes and their number, which
-the agent repeats. The first whole stream is the data; those that break off are forgotten.
+What is said on a connection, once each end knows that the other belongs to the run (`handshake`): the agent says how
+many rows it has. If it has none, they come as an Arrow stream of raw bytes and their number, which the agent repeats.
+The first whole stream is the data; those that break off are forgotten.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import math
 import os
 import reprlib
-import secrets
 import socket
 import struct
 import tempfile
@@ -25,12 +23,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 from torch.utils.data import TensorDataset
 
-from tether.errors import RunError, TetherError, UsageError
+from tether.errors import RunError, TetherError, UsageError, WireError
+from tether.runtimes.handshake import Keys, Listener, Visitor, introduce, receive
 from tether.store import Array, Field, Store
 
 if TYPE_CHECKING:
@@ -42,8 +41,13 @@ NONE = -1
 #: fewer rows than this are dealt out by one task, so that every agent gets as many
 FEW_ROWS = 10_000
 CONNECT_SECONDS = 30.0
+#: how much of a stream is read at once
+READ_BYTES = 2**24
+#: how often strangers who take too long are looked for
+TIDY_SECONDS = 1.0
 
-_CHALLENGE_BYTES = 32
+#: what the keys of these connections are for
+_PURPOSE = "feed"
 _COUNT = struct.Struct("<q")
 #: types of features that can be asked for, and what Spark calls them
 _TYPES = {"float32": "float", "int64": "bigint"}
@@ -128,11 +132,11 @@ class Source:
         self._rows = self._rows.withColumn("label", sql.col("label").cast("bigint" if columns.classes else "float"))
         self._dealt: RDD[bytes] | None = None
 
-    def feed(self, addresses: Sequence[tuple[str, int]], token: bytes, only: Sequence[int] | None = None) -> list[int]:
+    def feed(self, addresses: Sequence[tuple[str, int]], keys: Keys, only: Sequence[int] | None = None) -> list[int]:
         """Stream to each agent its part, or to `only` some of them; how many rows each got, or NONE if unreachable."""
         if self._dealt is None or self._dealt.getNumPartitions() != len(addresses):
             self._dealt = self._deal(len(addresses))
-        send = partial(_send, self._schema(), self.fields, tuple(addresses), token)
+        send = partial(_send, self._schema(), self.fields, tuple(addresses), keys)
         sent = self._dealt.mapPartitionsWithIndex(send)
         counts: list[int] = sent.context.runJob(sent, list, None if only is None else list(only))
         for place, count in zip(range(len(addresses)) if only is None else only, counts, strict=True):
@@ -252,7 +256,7 @@ class Intake:
     def __init__(
         self,
         fields: Sequence[Field],
-        token: bytes,
+        keys: Keys,
         *,
         host: str = "",
         memory_mb: float = 1024,
@@ -260,15 +264,16 @@ class Intake:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         self._fields = tuple(fields)
-        self._token = token
         self._store = partial(Store, self._fields, memory_mb, directory or local_directory(), progress)
         self._changed = threading.Condition()
         self._data: TensorDataset | None = None
         self._error: TetherError | None = None
-        self._server = socket.create_server((host, 0))
+        self._over = threading.Event()
+        self._listener = Listener(keys, _PURPOSE, host)
         #: where it listens
-        self.port: int = self._server.getsockname()[1]
-        threading.Thread(target=self._listen, name="intake", daemon=True).start()
+        self.port: int = self._listener.port
+        self._thread = threading.Thread(target=self._listen, name="intake", daemon=True)
+        self._thread.start()
 
     def wait(self, timeout_seconds: float | None = None) -> TensorDataset:
         """The data, once a whole stream has come."""
@@ -282,33 +287,26 @@ class Intake:
 
     def close(self) -> None:
         """Listen no longer. Until then tasks that Spark runs again are told that the data is there."""
-        with contextlib.suppress(OSError):
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
+        self._over.set()
+        self._listener.interrupt()
+        self._thread.join()
 
     def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._server.accept()
-            except OSError:
-                return
-            # a stream that hangs must not keep away the one that replaces it
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        with contextlib.closing(self._listener):
+            while not self._over.is_set():
+                for visitor in self._listener.accept(TIDY_SECONDS):
+                    # a stream that hangs must not keep away the one that replaces it
+                    threading.Thread(target=self._serve, args=(visitor,), daemon=True).start()
 
-    def _serve(self, connection: socket.socket) -> None:
-        store = self._store()
+    def _serve(self, visitor: Visitor) -> None:
+        store, connection = self._store(), visitor.connection
         # pyarrow's errors are kinds of these two
         with connection, contextlib.closing(store), contextlib.suppress(OSError, ValueError):
-            connection.settimeout(CONNECT_SECONDS)
-            challenge = secrets.token_bytes(_CHALLENGE_BYTES)
-            connection.sendall(challenge)
-            if not hmac.compare_digest(_receive(connection, _CHALLENGE_BYTES), _answer(self._token, challenge)):
-                return
             connection.settimeout(None)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             with self._changed:
                 have = NONE if self._data is None else len(self._data)
-            connection.sendall(_COUNT.pack(have))
+            visitor.answer(_COUNT.pack(have))
             if have != NONE:
                 return
             try:
@@ -329,7 +327,7 @@ class Intake:
         import pyarrow
 
         with connection.makefile("rb") as file:
-            stream = pyarrow.ipc.open_stream(file)
+            stream = pyarrow.ipc.open_stream(_AsItComes(file))
             if stream.schema != _wire_schema(self._fields):
                 raise UsageError(f"a stream of {stream.schema.names} came for {[field.name for field in self._fields]}")
             for batch in stream:
@@ -337,6 +335,24 @@ class Intake:
                 store.add([np.frombuffer(raw.buffers()[1], f.dtype).reshape(-1, *f.shape) for f, raw in columns])
             if file.read(_COUNT.size) != _COUNT.pack(store.rows):  # an end between two batches looks like the end
                 raise ConnectionError("the stream has broken off")
+
+
+class _AsItComes:
+    """A file that takes the memory of what has come, however much it is asked for: lengths come from elsewhere."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.closed = False
+
+    def read(self, size: int) -> bytes:
+        parts = []
+        while size > 0 and (part := self._file.read(min(size, READ_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        self.closed = True
 
 
 def as_frame(data: DataFrame | RDD[Any]) -> DataFrame:
@@ -362,7 +378,7 @@ def _send(
     schema: bytes,
     fields: Sequence[Field],
     addresses: Sequence[tuple[str, int]],
-    token: bytes,
+    keys: Keys,
     index: int,
     batches: Iterable[bytes],
 ) -> Iterator[int]:
@@ -370,8 +386,8 @@ def _send(
     import pyarrow
 
     try:
-        connection, have = _meet(addresses[index], token)
-    except OSError:
+        connection, have = _meet(addresses[index], keys)
+    except (OSError, WireError):
         yield NONE
         return
     given, wire = pyarrow.ipc.read_schema(pyarrow.py_buffer(schema)), _wire_schema(fields)
@@ -397,17 +413,16 @@ def _send(
             writer.close()
             file.write(_COUNT.pack(rows))
             file.flush()
-            yield _COUNT.unpack(_receive(connection, _COUNT.size))[0]
+            yield _COUNT.unpack(receive(connection, _COUNT.size))[0]
         except OSError:
             yield NONE
 
 
-def _meet(address: tuple[str, int], token: bytes) -> tuple[socket.socket, int]:
+def _meet(address: tuple[str, int], keys: Keys) -> tuple[socket.socket, int]:
     """A connection to an agent, and how many rows it has."""
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.create_connection(address, timeout=CONNECT_SECONDS))
-        connection.sendall(_answer(token, _receive(connection, _CHALLENGE_BYTES)))
-        (have,) = _COUNT.unpack(_receive(connection, _COUNT.size))
+        (have,) = _COUNT.unpack(introduce(connection, keys, _PURPOSE))
         connection.settimeout(None)
         stack.pop_all()
         return connection, have
@@ -431,20 +446,6 @@ def array_of(column: Any, field: Field) -> Array:
     else:
         flat = column.flatten().to_numpy(zero_copy_only=False)
     return flat.reshape(len(column), *field.shape)
-
-
-def _answer(token: bytes, challenge: bytes) -> bytes:
-    return hmac.digest(token, challenge, "sha256")
-
-
-def _receive(connection: socket.socket, count: int) -> bytes:
-    data = b""
-    while len(data) < count:
-        more = connection.recv(count - len(data))
-        if not more:
-            raise ConnectionError("the other side has hung up")
-        data += more
-    return data
 
 
 def _plain(row: Any) -> Any:

@@ -3,7 +3,7 @@
 Messages go through sockets, in order; ZeroMQ's own threads move the bytes, so a send never blocks. Processes that share
 a directory have their sockets there, and large tensors stay in shared memory: the envelope tells where, so the codec
 meets the same frames either way. Others are reached by TCP at an address that somebody must have told. A run that uses
-TCP has one pair of keys, and who does not hold it can neither send to its nodes nor read what they send (CURVE).
+TCP has keys, and who does not hold them can neither send to its nodes nor read what they send (CURVE).
 
 Protocols have only so many messages under way, so queues are short; one that grows without end is an error.
 
@@ -13,17 +13,16 @@ An `Outbox` may be used by one thread at a time, under the node's lock; an `Inbo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from tether.errors import RunError, WireError
 from tether.machine import Message
+from tether.runtimes.handshake import Keys
 from tether.runtimes.memory import SHARED_BYTES_MIN, Loan, Memory, PeerMemory
 from tether.wire import Codec, Frame
 
@@ -36,37 +35,6 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
 
     sender: str
     loans: tuple[Loan | None, ...] = ()
-
-
-@dataclass(frozen=True)
-class Keys:
-    """What all processes of a run have in common and nobody else has."""
-
-    public: bytes
-    secret: bytes
-
-    @staticmethod
-    def make() -> Keys:
-        return Keys(*zmq.curve_keypair())
-
-    def guard(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
-        """Let nobody connect to a socket of this context but who holds the keys, until it is stopped."""
-        doorman = ThreadAuthenticator(context)
-        doorman.start()
-        doorman.configure_curve_callback("*", self)
-        return doorman
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        """What the authenticator asks."""
-        return key == self.public
-
-    def lock(self, socket: zmq.Socket[bytes], *, server: bool) -> None:
-        """Make a socket one of the run's, before it is bound or connected."""
-        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
-        if server:
-            socket.curve_server = True
-        else:
-            socket.curve_serverkey = self.public
 
 
 class Inbox:

@@ -52,8 +52,9 @@ from tether.runtimes import control
 from tether.runtimes.base import Plan
 from tether.runtimes.collectives import Collectives, Down, Exchange, Up
 from tether.runtimes.driver import DRIVER, GRACE_SECONDS
+from tether.runtimes.handshake import Keys
 from tether.runtimes.interpreter import Interpreter, T
-from tether.runtimes.link import Inbox, Keys, Outbox
+from tether.runtimes.link import Inbox, Outbox
 from tether.runtimes.liveness import Pulse
 from tether.runtimes.memory import Memory, attach
 from tether.runtimes.pool import Pool

@@ -6,20 +6,19 @@ Spark's own broadcast and treeAggregate, in jobs beside that one. The other prot
 
 from __future__ import annotations
 
-import hmac
+import itertools
 import os
 import pickle
 import queue
-import secrets
 import selectors
 import socket
 import threading
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -29,15 +28,16 @@ import msgspec
 import torch
 
 from tether.compress import Packed
-from tether.errors import RunError, UsageError
+from tether.errors import RunError, UsageError, WireError
 from tether.machine import Message, Node
 from tether.runtimes import exchange, jvm
-from tether.runtimes.agent import NONCE_BYTES, Feeding, Fenced, Here, Meeting, Welcome, be_agent, framed
+from tether.runtimes.agent import LIFELINE, Feeding, Fenced, Here, Welcome, be_agent, decoded
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import Collectives, Down, Up, joined
 from tether.runtimes.driver import Came, Crew, Died, Driver, check_processes
 from tether.runtimes.exchange import Offered, Offers, Opened
 from tether.runtimes.feed import NONE
+from tether.runtimes.handshake import Listener, Visitor
 from tether.runtimes.local import Children
 from tether.runtimes.process import Birth, message_types
 from tether.wire import Codec
@@ -52,8 +52,6 @@ EXCHANGE_SECONDS = 120.0
 EXCHANGES_MAX = 16
 #: how often those who were not reached are tried again
 TRIES = 3
-#: the largest first word of an agent
-GREETING_BYTES_MAX = 4096
 #: how often an agent that finds no executor free looks for one
 CLAIM_SECONDS = 0.25
 
@@ -175,7 +173,7 @@ class SparkDriver(Driver):
                 self._feed(again, tries - 1)
 
         self._feeds_under_way += 1
-        self._jobs.submit(partial(self._plan.source.feed, intakes, self._agents.meeting.secret, only), fed)
+        self._jobs.submit(partial(self._plan.source.feed, intakes, self._agents.keys, only), fed)
 
     def _turn(self, seconds: float) -> None:
         super()._turn(seconds)
@@ -202,7 +200,13 @@ class SparkDriver(Driver):
     def _deliver(self, members: tuple[str, ...], message: Message) -> None:
         frames = [pickle.PickleBuffer(frame) for frame in self._codec.encode(message)]  # written without a copy
         living = partial(self._living_of, set(members[1:]))
-        self._jobs.submit(partial(self._jobs.broadcast, frames, living), lambda _: None)
+        self._jobs.submit(partial(self._jobs.broadcast, frames, living), self._end_unreached)
+
+    def _end_unreached(self, names: set[str]) -> None:
+        """Give up those that a broadcast could not be brought to: without it they would be waited for without end."""
+        for name in sorted(names & self._living):
+            self._observer.note(f"{name} could not be brought a broadcast in {TRIES} tries")
+            self._agents.end(name)
 
     def _living_of(self, names: set[str]) -> set[str]:
         """Those of them who live, as other threads may ask too."""
@@ -272,15 +276,16 @@ class Agents:
         self._feed = feed
         self._fed = False
         self._group = f"tether agents {uuid.uuid4().hex[:8]}"
-        self._listener = socket.create_server((birth.host, 0))
-        self.meeting = Meeting(birth.host, self._listener.getsockname()[1], secrets.token_bytes(32))
+        assert birth.keys is not None, "a run across machines has keys"
+        self.keys = birth.keys
+        self._listener = Listener(self.keys, LIFELINE, birth.host)
+        #: where agents find the driver
+        self.address = birth.host, self._listener.port
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         #: wakes the driver up for what happens in other threads
         self._woken, self._wake = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
-        #: who has not said yet which agent it is: what was sent to it, and what came
-        self._strangers: dict[socket.socket, tuple[bytes, bytearray]] = {}
         self._places: dict[int, Node] = {}
         #: who is beside the first agent of each place
         self._beside: dict[int, tuple[Node, ...]] = {}
@@ -301,7 +306,7 @@ class Agents:
 
         self.place(list(nodes))
         birth = replace(self._birth, driver=self._driver)
-        self._sent = self._context.broadcast(cloudpickle.dumps((birth, self.meeting, self._feeding)))
+        self._sent = self._context.broadcast(cloudpickle.dumps((birth, self.address, self._feeding)))
         for index in self._places:
             self._threads.append(InheritableThread(target=self._keep, args=(index,), daemon=True))
             self._threads[-1].start()
@@ -359,19 +364,20 @@ class Agents:
 
     def news(self) -> list[Came | Died]:
         for key, _ in self._selector.select(0):
-            if key.fileobj is self._listener:
-                self._greet()
-            elif key.fileobj is self._woken:
+            if key.fileobj is self._woken:
                 self._woken.recv(4096)
-            else:
-                self._read(key.fileobj)  # type: ignore[arg-type]
+            elif key.data is not None:
+                self._part(key.data, "has died with its executor or its task")
+        for visitor in self._listener.accept():
+            self._take(visitor)
         if self._failure:
             raise RunError(f"Spark has given up the agents: {self._failure}")
         news, self._news = self._news, []
         return news
 
     def end(self, name: str) -> None:
-        self._part(next(agent for agent in self.living.values() if name in agent.names), "is given up")
+        for agent in [agent for agent in self.living.values() if name in agent.names]:
+            self._part(agent, "is given up")
 
     def output(self, name: str) -> str:
         if any(name in agent.names for agent in self.living.values()):
@@ -384,8 +390,6 @@ class Agents:
         self._over.set()
         for agent in self.living.values():
             agent.lifeline.close()
-        for stranger in self._strangers:
-            stranger.close()
         self._join(seconds)
         if any(thread.is_alive() for thread in self._threads):
             self._context.cancelJobGroup(self._group)
@@ -403,67 +407,38 @@ class Agents:
 
     # ---- lifelines ----
 
-    def _greet(self) -> None:
-        stranger, _ = self._listener.accept()
-        stranger.setblocking(False)
-        nonce = os.urandom(NONCE_BYTES)
-        stranger.send(nonce)
-        self._strangers[stranger] = nonce, bytearray()
-        self._selector.register(stranger, selectors.EVENT_READ)
-
-    def _read(self, lifeline: socket.socket) -> None:
+    def _take(self, visitor: Visitor) -> None:
+        """Give an agent its place, if there is one."""
+        lifeline = visitor.connection
         try:
-            text = lifeline.recv(GREETING_BYTES_MAX)
-        except BlockingIOError:
+            here = decoded(visitor.text, Here)
+            welcome = self._answer(here)
+            visitor.answer(msgspec.msgpack.encode(welcome))
+        except (OSError, WireError):  # it has gone already, or speaks another version of this
+            lifeline.close()
             return
-        except OSError:
-            text = b""
-        if lifeline not in self._strangers:
-            agent = next(agent for agent in self.living.values() if agent.lifeline is lifeline)
-            self._part(agent, "has died with its executor or its task")
-        elif text:
-            nonce, said = self._strangers[lifeline]
-            said += text
-            length = int.from_bytes(said[:4], "big")
-            if length > GREETING_BYTES_MAX:
-                self._send_away(lifeline)
-            elif len(said) >= 4 + length:
-                self._take(lifeline, nonce, bytes(said[4 : 4 + length]))
-        else:
-            self._send_away(lifeline)
-
-    def _take(self, lifeline: socket.socket, nonce: bytes, said: bytes) -> None:
-        """Give an agent its place, if it is one and there is one."""
-        signature, text = said[:32], said[32:]
-        try:
-            here = msgspec.msgpack.decode(text, type=Here)
-        except msgspec.MsgspecError:
-            here = None
-        if here is None or not hmac.compare_digest(signature, self.meeting.sign(nonce, text)):
-            self._send_away(lifeline)
+        if isinstance(welcome, Fenced):
+            lifeline.close()
             return
-        node = self._places.get(here.index)
-        neighbours = sum(agent.here.executor == here.executor for agent in self.living.values())
-        full = neighbours >= jvm.agents_each(self._session)
-        if node is None or self._over.is_set() or node.name in self.living or full:
-            reason = "its executor has an agent already" if full else "its place is taken"
-            lifeline.send(framed(msgspec.msgpack.encode(Fenced(reason))))
-            self._send_away(lifeline)
-            return
-        del self._strangers[lifeline]
-        beside = self._beside.pop(here.index, ())
-        self.living[node.name] = _Agent(node, here, lifeline, beside)
+        node = welcome.node
+        self._beside.pop(here.index, None)
+        self.living[node.name] = agent = _Agent(node, here, lifeline, welcome.beside)
+        self._selector.register(lifeline, selectors.EVENT_READ, agent)
         if node.life > 1:
             self._news.append(Came(node))
-        lifeline.send(framed(msgspec.msgpack.encode(Welcome(node, beside))))
         if self._feeding is not None and (self._fed or len(self.living) == len(self._places)):
             self._feed([here.index] if self._fed else None)
             self._fed = True
 
-    def _send_away(self, stranger: socket.socket) -> None:
-        self._selector.unregister(stranger)
-        self._strangers.pop(stranger, None)
-        stranger.close()
+    def _answer(self, here: Here) -> Welcome | Fenced:
+        """Whether there is a place for an agent."""
+        node = self._places.get(here.index)
+        neighbours = sum(agent.here.executor == here.executor for agent in self.living.values())
+        if neighbours >= jvm.agents_each(self._session):
+            return Fenced("its executor has an agent already")
+        if node is None or self._over.is_set() or node.name in self.living:
+            return Fenced("its place is taken")
+        return Welcome(node, self._beside.get(here.index, ()))
 
     def _part(self, agent: _Agent, how: str) -> None:
         """Cut the lifeline; who comes for this place next has another name."""
@@ -511,9 +486,11 @@ class Jobs:
         self._session = session
         self._agents = agents
         self._note = note
-        self._group = f"tether exchange {uuid.uuid4().hex[:8]}"
+        self._name = f"tether exchange {uuid.uuid4().hex[:8]}"
+        self._numbers = itertools.count(1)
+        #: the job groups of what is under way
+        self._groups: set[str] = set()
         self._pool = ThreadPoolExecutor(max_workers=EXCHANGES_MAX, thread_name_prefix="exchange")
-        self._pending: list[Future[None]] = []
         self._results: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         #: held by what brings sums to the driver
@@ -526,12 +503,13 @@ class Jobs:
 
         def done() -> None:
             try:
-                self._results.put(partial(then, work()))
+                with self._group():
+                    self._results.put(partial(then, work()))
             except Exception as error:
                 self._results.put(partial(_raise, error))
             self._agents.wake()
 
-        self._pending = [*(other for other in self._pending if not other.done()), self._pool.submit(done)]
+        self._pool.submit(done)
 
     def settle(self) -> None:
         """In the driver's thread: take in what has been done."""
@@ -540,18 +518,19 @@ class Jobs:
 
     def close(self) -> None:
         self._over = True
-        if not all(work.done() for work in self._pending):
-            self._context.cancelJobGroup(self._group)
+        for group in list(self._groups):
+            self._context.cancelJobGroup(group)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def broadcast(self, frames: list[pickle.PickleBuffer], members: Callable[[], set[str]]) -> None:
-        """Bring frames to all members that live."""
+    def broadcast(self, frames: list[pickle.PickleBuffer], members: Callable[[], set[str]]) -> set[str]:
+        """Bring frames to all members that live; those that could not be reached."""
         variable = self._context.broadcast(frames)
         reached: set[str] = set()
         for _ in range(TRIES):
             if missing := members() - reached:
                 reached |= set(self._run(missing, exchange.delivered(variable), lambda rdd: rdd.collect()) or ())
         variable.destroy()
+        return members() - reached
 
     def reduce(self, tag: str, parts: int, members: Callable[[], set[str]]) -> list[Up | None]:
         """The sums of what all members offer that live, part by part; None of a part that nobody has brought."""
@@ -562,25 +541,38 @@ class Jobs:
         with self._room:
             for _ in range(TRIES):
                 if missing := members() - set(total.up.covers if total else ()):
-                    visit = exchange.fetched(tag, part, self._group)
+                    visit = exchange.fetched(tag, part, self._name)
                     more = self._run(missing, visit, lambda rdd: rdd.treeAggregate(None, exchange.add, exchange.add))
                     total = exchange.add(total, more)
         return total.up if total is not None else None
 
     def _run(self, names: set[str], visit: Any, action: Callable[[RDD[Any]], Any]) -> Any:
         """A job whose tasks visit these agents, each on its own executor; None if it failed or took too long."""
-        watchdog = threading.Timer(EXCHANGE_SECONDS, self._context.cancelJobGroup, (self._group,))
-        watchdog.daemon = True
-        watchdog.start()
+        if self._over:
+            return None
         try:
-            self._context.setJobGroup(self._group, "an exchange of a run", interruptOnCancel=True)
-            return action(self._visitors(frozenset(names)).mapPartitions(visit))
+            with self._group(EXCHANGE_SECONDS):
+                return action(self._visitors(frozenset(names)).mapPartitions(visit))
         except Exception as error:
             if not self._over:
                 self._results.put(partial(self._note, f"an exchange has failed: {str(error).splitlines()[0]}"))
             return None
+
+    @contextmanager
+    def _group(self, seconds: float | None = None) -> Iterator[None]:
+        """A job group for what this thread does meanwhile, which is cancelled after that time or with the run."""
+        group = f"{self._name} {next(self._numbers)}"
+        self._context.setJobGroup(group, "an exchange of a run", interruptOnCancel=True)
+        self._groups.add(group)
+        watchdog = threading.Timer(seconds or 0.0, self._context.cancelJobGroup, (group,))
+        watchdog.daemon = True
+        if seconds is not None:
+            watchdog.start()
+        try:
+            yield
         finally:
             watchdog.cancel()
+            self._groups.discard(group)
 
     def _visitors(self, names: frozenset[str]) -> RDD[Any]:
         """A partition for each of these agents, with its name and directory, that Spark runs where the agent is."""

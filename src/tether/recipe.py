@@ -1,0 +1,197 @@
+"""How an object is made, as plain values: the name of what makes it, and the arguments.
+
+A model that is kept on disk is more than its weights. Pickle keeps the rest as code, and whoever wrote the file can
+have anything run by whoever loads it. A recipe only names a class or a function of a module that can be imported, and
+the numbers and texts it is called with. What it names must be defined under that name, and be a class of the kind that
+is expected or a function annotated to return one; of torch itself only what is in `torch.nn` and `torch.optim`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import types
+import typing
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from tether.errors import UsageError, WireError
+from tether.wire import pack_tree, unpack_tree
+
+_NAME = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+#: of torch, since other parts of it make modules of code that they are given as text
+_OF_TORCH = ("torch.nn.", "torch.optim.")
+
+
+class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What makes an object: `name` is module:qualname."""
+
+    name: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    #: the modules in a torch.nn.Sequential
+    parts: dict[str, Recipe] = {}
+
+    def maker(self, kind: type) -> Callable[..., Any]:
+        """A function that makes it. Nothing but importing is done here."""
+        found = resolve(self.name, kind)
+        args, kwargs = ([_plain(value) for value in self.args], {k: _plain(v) for k, v in self.kwargs.items()})
+        return functools.partial(found, *args, **kwargs) if args or kwargs else found
+
+    def make(self, kind: type) -> Any:
+        """The object itself."""
+        if self.parts:
+            return nn.Sequential(OrderedDict((name, part.make(nn.Module)) for name, part in self.parts.items()))
+        try:
+            made = self.maker(kind)()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(f"{self.name} does not take the arguments that it was saved with: {error}") from error
+        if not isinstance(made, kind):
+            raise UsageError(f"{self.name} makes a {type(made).__name__}; expected a {kind.__name__}")
+        return made
+
+
+def recipe_of(maker: Callable[..., Any], kind: type) -> Recipe | None:
+    """The recipe of a class or function that makes objects of a kind, or of a `functools.partial` of one; or None."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(maker, functools.partial):
+        args, kwargs = maker.args, maker.keywords
+        maker = maker.func
+    name = f"{getattr(maker, '__module__', '')}:{getattr(maker, '__qualname__', '')}"
+    try:
+        found = Recipe(name, [_packed(value) for value in args], {key: _packed(value) for key, value in kwargs.items()})
+        return found if resolve(name, kind) is maker else None
+    except (UsageError, WireError):
+        return None
+
+
+def recipe_of_module(module: nn.Module) -> Recipe | None:
+    """The recipe of a module that there is, but for its weights; None if there is none that makes the same again."""
+    if type(module) is nn.Sequential and len(module):
+        parts = {name: recipe_of_module(part) for name, part in module.named_children()}
+        found = Recipe("torch.nn.modules.container:Sequential", parts={k: v for k, v in parts.items() if v is not None})
+        return found if len(found.parts) == len(parts) and not _has_hooks(module) else None
+    found_by_name = recipe_of(functools.partial(type(module), **_arguments(module)), nn.Module)
+    try:
+        same = found_by_name is not None and _is_same(module, found_by_name.make(nn.Module))
+    except Exception:  # the constructor is the user's, and takes something else
+        same = False
+    return found_by_name if same else None
+
+
+def resolve(name: str, kind: type) -> Callable[..., Any]:
+    """What is defined under a name: a class of that kind, or a function that is annotated to return one."""
+    module_name, _, qualname = name.partition(":")
+    if not _NAME.fullmatch(name) or module_name == "__main__":
+        raise UsageError(f"{name!r} is not the name of something that can be imported, such as package.module:Class")
+    if module_name.partition(".")[0] == "torch" and not f"{module_name}.".startswith(_OF_TORCH):
+        raise UsageError(f"{name!r} is neither in torch.nn nor in torch.optim")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in qualname.split("."):
+            found = inspect.getattr_static(found, part)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"there is no {name}: {error}; install or import what it was saved with") from error
+    if not isinstance(found, type | types.FunctionType) or (found.__module__, found.__qualname__) != (
+        module_name,
+        qualname,
+    ):
+        raise UsageError(f"{name!r} is not a class or a function that is defined there")
+    made = found if isinstance(found, type) else _returned(found)
+    if not (isinstance(made, type) and issubclass(made, kind)):
+        raise UsageError(
+            f"{name!r} is neither a {kind.__name__} nor a function that is annotated to return one (-> {kind.__name__})"
+        )
+    return found
+
+
+def _returned(function: Callable[..., Any]) -> Any:
+    try:
+        return typing.get_type_hints(function).get("return")
+    except Exception:  # annotations are the user's, and may name what is not there
+        return None
+
+
+def _packed(value: Any) -> Any:
+    tensors: list[torch.Tensor] = []
+    packed = pack_tree(value, tensors)
+    if tensors or _has_dict(value):
+        raise WireError("an argument that is no number, text or list of those")
+    return packed
+
+
+def _plain(packed: Any) -> Any:
+    try:
+        value = unpack_tree(packed, [])
+    except WireError as error:
+        raise UsageError(f"malformed argument {packed!r}") from error
+    if _has_dict(value):
+        raise UsageError(f"an argument must be a number, a text or a list of those, not {value!r}")
+    return value
+
+
+def _has_dict(value: Any) -> bool:
+    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(map(_has_dict, value)))
+
+
+# ---- modules that there are -----------------------------------------------------------------------------------------
+
+
+def _arguments(module: nn.Module) -> dict[str, Any]:
+    """What a module may have been made with: attributes of the names of the constructor's parameters."""
+    found: dict[str, Any] = {}
+    for name in inspect.signature(type(module)).parameters:
+        value = getattr(module, name, inspect.Parameter.empty)
+        if name == "bias" and (value is None or isinstance(value, torch.Tensor)):
+            value = value is not None
+        if _is_plain(value):
+            found[name] = value
+    return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_same(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules differ at most in their weights."""
+    if type(one) is not type(other) or _has_hooks(one) or _shapes(one) != _shapes(other):
+        return False
+    own, others = _attributes(one), _attributes(other)
+    if not all(map(_is_plain, own.values())) or own != others or not _same_constants(one, other):
+        return False
+    parts = dict(one.named_children()), dict(other.named_children())
+    return parts[0].keys() == parts[1].keys() and all(_is_same(parts[0][name], parts[1][name]) for name in parts[0])
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module has beside parameters, buffers and parts."""
+    every_module_has = vars(nn.Module())
+    return {name: value for name, value in vars(module).items() if name not in every_module_has}
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, tensor.shape, tensor.dtype) for name, tensor in module.state_dict().items()]
+
+
+def _same_constants(one: nn.Module, other: nn.Module) -> bool:
+    """Buffers that are not saved with the weights must be the same by themselves."""
+    buffers = dict(one.named_buffers(recurse=False)), dict(other.named_buffers(recurse=False))
+    kept = one.state_dict().keys()
+    return buffers[0].keys() == buffers[1].keys() and all(
+        torch.equal(buffer.cpu(), buffers[1][name]) for name, buffer in buffers[0].items() if name not in kept
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(vars(module)[name] for name in vars(module) if name.endswith("_hooks"))
