@@ -7,6 +7,7 @@ import json
 import shlex
 import signal
 import sys
+import traceback
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tether import bench, protocols, report, settings, study, swarm, tasks, tune
-from tether.errors import TetherError, UsageError, unknown
+from tether.errors import InternalError, TetherError, UsageError, own_faults, unknown
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
 from tether.runtimes.base import Runtime
@@ -540,18 +541,19 @@ def _list_one(name: str, summary: str, options: list[settings.Option]) -> None:
 
 
 def main() -> None:
-    """The program `tether`. Errors that we raise on purpose are told in a line, not as a traceback."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """The program `tether`. Errors are told in a line; only a fault of Tether's own has a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
+        with own_faults():
+            app()
     except UsageError as error:
         _fail(error, 2)
+    except InternalError as error:
+        cause = traceback.format_exception(error.__cause__) if error.__cause__ is not None else []
+        _err.print("".join([*cause, *getattr(error, "__notes__", [])]).rstrip(), highlight=False, markup=False)
+        _fail(error, 1)
     except TetherError as error:
         _fail(error, 1)
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _fail(error: TetherError, status: int) -> None:

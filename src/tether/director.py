@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tether.errors import TetherError, UsageError
+from tether.errors import UsageError
 from tether.learner import build_model, evaluate
 from tether.machine import Checkpoint, Evaluate, Row
 from tether.plan import Patience, Request, RunPlan, Until, worth
 from tether.progress import Progress
 from tether.rundir import Evaluated, RunDirectory, not_finite
 from tether.runtimes.base import NodeStates, Outcome
-from tether.task import metric_of
+from tether.task import metric_of, users_code
 from tether.trace import Meter
 from tether.twin import Guest, own_device
 from tether.vector import Vector, is_finite
@@ -174,14 +174,20 @@ class Director:
         if self._evaluator is not None:
             count = len(self._plan.nodes)
             self._progress.note(f"starting {count} process{'es' if count > 1 else ''}")
-        if self._plan.schedule.first_step == 0 and (told := self._plan.task.note()):
-            self.note(told)
-        for told in self._plan.notes:
-            self.note(told)
         return self
 
     def begin(self, request: Request) -> None:
-        """Before training: have the untrained model evaluated, and refuse a goal that its metrics cannot tell."""
+        """Before training: say what there is to say, and have the untrained model evaluated.
+
+        A goal that its metrics cannot tell is refused.
+        """
+        if self._plan.schedule.first_step == 0:
+            with users_code(self._plan.task, "note()"):
+                told = self._plan.task.note()
+            if told:
+                self.note(told)
+        for told in self._plan.notes:
+            self.note(told)
         until = Until.parse(request.until) if request.until else None
         decided = until is not None or self._patience is not None or request.patience is not None
         weights = self._vector.weights.clone() if self._plan.restored is None else self._plan.restored.weights
@@ -203,7 +209,7 @@ class Director:
             if self._evaluator is not None:
                 self._evaluator.abandon(0.0)
             self._release(math.inf)
-            self._progress.end(f"ended: {error}" if isinstance(error, TetherError) else f"ended: {kind.__name__}")
+            self._progress.close()  # whoever gets the error tells it
         with self._lock:
             self._file.close()
 

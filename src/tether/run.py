@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from tether.director import Director, finite
-from tether.errors import NodesLost, RunError, UsageError
+from tether.errors import NodesLost, RunError, UsageError, own_faults
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
@@ -33,6 +33,7 @@ from tether.runtimes.sim import Sim
 from tether.runtimes.spark import Spark
 from tether.task import Task, check_is_task
 from tether.tasks import load as load_task
+from tether.tasks import not_while_importing
 from tether.trace import relative_error, write_chrome_trace
 from tether.vector import digest
 
@@ -52,6 +53,7 @@ class Result:
         return f"Result({shown}, seconds={self.figures['seconds']:.4g}, run={str(self.directory)!r})"
 
 
+@own_faults()
 def run(
     task: Task,
     protocol: Options | None = None,
@@ -98,6 +100,7 @@ def run(
     stop: asked all the time; the run ends, in good order, with the reason that it returns.
     task_spec: how the command line finds the task again.
     """
+    not_while_importing()
     check_is_task(task)
     protocol = protocol if protocol is not None else make_protocol(task.protocol)
     for options in filter(None, (protocol, warmup)):
@@ -170,9 +173,11 @@ class Training:
 
 def start(task: Task, protocol: Options | None = None, on: Runtime | None = None, **options: Any) -> Training:
     """As `run`, but in the background: returns at once, with a handle to the model."""
+    not_while_importing()
     return Training(lambda stop: run(task, protocol, on, stop=stop, **options))
 
 
+@own_faults()
 def resume(
     run_dir: Path | str,
     task: Task | None = None,
@@ -196,6 +201,7 @@ def resume(
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. What was
         the best before the run was continued may remain so.
     """
+    not_while_importing()
     if isinstance(run_dir, str) and is_url(run_dir):
         directory = RunDirectory.fetch(HadoopStorage(run_dir))
         config = directory.read_config()

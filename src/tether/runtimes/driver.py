@@ -22,7 +22,7 @@ import zmq
 from torch import Tensor
 
 from tether import errors
-from tether.errors import NodesLost, RunError, TaskError, TetherError, UsageError, WireError
+from tether.errors import NodesLost, RunError, TetherError, UsageError, WireError
 from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
 from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
@@ -493,4 +493,6 @@ def _error(node: str, kind: str, text: str, told: str) -> TetherError:
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, TetherError):
         return known(text if text.startswith(node) else f"{node}: {text}")
-    return TaskError(f"{node}: {kind}: {text}\n{told}")
+    error = errors.internal(f"{kind}: {text}", node)
+    error.add_note(f"in {node}:\n{told}")
+    return error
