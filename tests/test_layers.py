@@ -44,9 +44,21 @@ LAYERS: dict[str, set[str]] = {
     "tasks": {"errors", "settings", "task", "vector"},
     "rundir": {"errors", *CONTRACT},
     "progress": {"errors", *CONTRACT},
+    "interruption": set(),
     "plan": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "rundir"},
-    "director": {"errors", *CONTRACT, "learner", "runtimes", "rundir", "plan", "progress"},
-    "run": {"errors", *CONTRACT, "protocols", "runtimes", "tasks", "rundir", "plan", "director", "progress"},
+    "director": {"errors", *CONTRACT, "learner", "runtimes", "rundir", "plan", "progress", "interruption"},
+    "run": {
+        "errors",
+        *CONTRACT,
+        "protocols",
+        "runtimes",
+        "tasks",
+        "rundir",
+        "plan",
+        "director",
+        "progress",
+        "interruption",
+    },
 }
 #: a protocol has neither clock nor chance, and neither input nor output
 IMPURE = {

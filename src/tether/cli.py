@@ -8,6 +8,8 @@ import shlex
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tether import bench, protocols, report, settings, study, swarm, tasks, tune
-from tether.errors import InternalError, TetherError, UsageError, own_faults, unknown
+from tether.errors import InternalError, Interrupted, TetherError, UsageError, own_faults, unknown
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
 from tether.runtimes.base import Runtime
@@ -119,25 +121,26 @@ def train(
     }
     given = {name: value for name, value in only_sim.items() if value is not None}
     runtime = _runtime(on, workers, master, options, given)
-    result = run(
-        built,
-        options,
-        runtime,
-        epochs=epochs,
-        steps=steps,
-        until=until,
-        seconds=seconds,
-        patience=patience,
-        warmup=_protocol_class(warmup)() if warmup else None,
-        warmup_epochs=warmup_epochs,
-        seed=seed,
-        run_dir=run_dir,
-        evaluate_every=evaluate_every,
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoints=checkpoints,
-        record=record,
-        task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
-    )
+    with _told_when_interrupted(as_json):
+        result = run(
+            built,
+            options,
+            runtime,
+            epochs=epochs,
+            steps=steps,
+            until=until,
+            seconds=seconds,
+            patience=patience,
+            warmup=_protocol_class(warmup)() if warmup else None,
+            warmup_epochs=warmup_epochs,
+            seed=seed,
+            run_dir=run_dir,
+            evaluate_every=evaluate_every,
+            checkpoint_seconds=checkpoint_seconds,
+            checkpoints=checkpoints,
+            record=record,
+            task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
+        )
     _show(result, as_json)
 
 
@@ -154,16 +157,17 @@ def resume_(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
-    result = resume(
-        run_dir,
-        workers=workers,
-        master=master,
-        epochs=epochs,
-        steps=steps,
-        until=until,
-        seconds=seconds,
-        patience=patience,
-    )
+    with _told_when_interrupted(as_json):
+        result = resume(
+            run_dir,
+            workers=workers,
+            master=master,
+            epochs=epochs,
+            steps=steps,
+            until=until,
+            seconds=seconds,
+            patience=patience,
+        )
     _show(result, as_json)
 
 
@@ -493,6 +497,18 @@ def _runtime(on: str, workers: int | None, master: str | None, protocol: Options
     if master is not None:
         raise UsageError("--master: only a Spark cluster has that; add --on spark")
     return Local(workers=count)
+
+
+@contextmanager
+def _told_when_interrupted(as_json: bool) -> Iterator[None]:
+    """An interrupted run shows what it had come to, and how to continue."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        if interrupted.result is not None:
+            _show(interrupted.result, as_json)
+        _err.print(f"tether: {interrupted}", highlight=False, markup=False)
+        raise typer.Exit(130) from None
 
 
 def _show(result: Result, as_json: bool) -> None:

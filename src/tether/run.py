@@ -19,7 +19,8 @@ from typing import Any
 from torch import nn
 
 from tether.director import Director, finite
-from tether.errors import NodesLost, RunError, UsageError, own_faults
+from tether.errors import Interrupted, NodesLost, RunError, UsageError, own_faults
+from tether.interruption import Interruption
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
@@ -99,6 +100,10 @@ def run(
     progress: the live display; chosen by what standard error is unless given.
     stop: asked all the time; the run ends, in good order, with the reason that it returns.
     task_spec: how the command line finds the task again.
+
+    Ctrl-C ends the run within three seconds, in good order, and raises `tether.Interrupted`, a KeyboardInterrupt whose
+    `result` is what would have been returned: the joint model as it is, its metrics, the run directory. In a notebook
+    it is `sys.last_value.result`. A second Ctrl-C ends the run at once.
     """
     not_while_importing()
     check_is_task(task)
@@ -125,7 +130,8 @@ def run(
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)
-    return _execute(phases, protocol, on, request, directory, progress, task_spec, stop)
+    with Interruption() as interruption:
+        return _execute(phases, protocol, on, request, directory, progress, task_spec, interruption, stop)
 
 
 class Training:
@@ -224,7 +230,8 @@ def resume(
     if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
         request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
     phases = _phases(task, protocol, on, request, restored)
-    return _execute(phases, protocol, on, request, directory, progress, config["task"])
+    with Interruption() as interruption:
+        return _execute(phases, protocol, on, request, directory, progress, config["task"], interruption)
 
 
 def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, int]:
@@ -302,6 +309,7 @@ def _execute(
     directory: RunDirectory,
     progress: Progress | None,
     task_spec: dict[str, Any] | None,
+    interruption: Interruption,
     stop: Callable[[], str | None] | None = None,
 ) -> Result:
     plan = phases[0](None)
@@ -329,14 +337,18 @@ def _execute(
         waiting, restarts = deque(phases), on.restarts
         while waiting:
             plan.directory = directory
-            director = Director(plan, directory, progress, beside=not on.virtual, stop=stop)
+            director = Director(plan, directory, progress, beside=not on.virtual, stop=stop, interruption=interruption)
             try:
                 with director:
                     director.begin(request)
                     outcome = on.execute(plan, director)
                     model = director.finish(outcome, last=len(waiting) == 1)
                 waiting.popleft()
+                if interruption.happened:
+                    waiting.clear()
             except NodesLost as error:
+                if interruption.happened:
+                    raise KeyboardInterrupt from error
                 if not restarts:
                     raise NodesLost(f"{error}; continue with 'tether resume'") from error
                 restarts -= 1
@@ -350,13 +362,16 @@ def _execute(
         result = _result(plan, on, outcome, director, model, time.monotonic() - began)
     except KeyboardInterrupt:
         directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})
-        raise
+        raise Interrupted(directory.path, resumable=directory.has_checkpoint()) from None
     except BaseException as error:
         directory.write_config({**config, "status": "failed", "error": f"{type(error).__name__}: {error}"})
         raise
     if outcome.spans and plan.traced:
         write_chrome_trace(directory.trace, outcome.spans)
-    directory.write_config({**config, "status": "finished", "reason": outcome.reason, "result": result.figures})
+    status = "interrupted" if outcome.reason == interruption.reason else "finished"
+    directory.write_config({**config, "status": status, "reason": outcome.reason, "result": result.figures})
+    if interruption.happened:
+        raise Interrupted(directory.path, result, resumable=status == "interrupted")
     return result
 
 

@@ -270,6 +270,10 @@ class RunDirectory:
                 self.storage.remove(f"checkpoints/{old}")
         return final
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to continue from."""
+        return bool(self._checkpoints())
+
     def load_checkpoint(self) -> Restored | None:
         """The newest checkpoint that is readable and whose weights are finite, if there is one."""
         with TemporaryDirectory(prefix="tether-") as fetched:
