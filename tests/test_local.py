@@ -42,7 +42,6 @@ from tether.trace import Meter
 from tether.vector import Vector, digest
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc"),
 ]
 
@@ -71,7 +70,7 @@ def test_a_killed_worker_is_noticed_at_once_and_the_others_finish(tmp_path: Path
     assert result.metrics["error"] < 0.1
     noticed_at, text = next(note for note in assassin.notes if "died" in note[1] or "killed" in note[1])
     assert text == "worker-1 was killed by SIGKILL; the others go on"
-    assert noticed_at - assassin.killed_at < 1.0
+    assert noticed_at - assassin.killed_at < at_this_load(1.0)
     assert nothing_is_left() and not mapped(os.getpid(), "/memfd:tether-")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     workers = [row["workers"] for row in rows if row["kind"] == "record"]
@@ -245,7 +244,7 @@ def test_an_interrupted_run_ends_within_3_seconds_with_its_result_and_leaves_not
     said, errors = process.communicate(timeout=60)
     assert time.monotonic() - began < at_this_load(3.0)
     assert process.returncode == 130
-    assert gone(nodes, 0.5)
+    assert gone(nodes, at_this_load(0.5))
     assert b"interrupted by the user" in said and b"error " in said
     assert b"Traceback" not in errors and errors.count(b"continue with 'tether resume run'") == 1
     config = json.loads((tmp_path / "run" / "run.json").read_text())
@@ -392,7 +391,7 @@ def test_after_kill_9_of_the_driver_no_process_is_left_and_the_run_resumes(tmp_p
             resume(tmp_path / "run")
         process.kill()
         process.communicate()
-        assert gone(nodes, 3.0)
+        assert gone(nodes, at_this_load(3.0))
         assert not list(Path(temporary).glob("tether-*"))
     samples = json.loads(next((tmp_path / "run" / "checkpoints").glob("at-*/state.json")).read_text())["samples"]
     result = resume(tmp_path / "run", epochs=samples / 1000 + 10, progress=make_progress(quiet=True))

@@ -38,8 +38,6 @@ from tether.testing import Blobs, largest_difference, train_quietly
 from tether.trace import Meter
 from tether.vector import Vector, digest
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[1]
 
 

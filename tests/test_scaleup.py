@@ -16,8 +16,6 @@ from tether.errors import UsageError
 from tether.learner import build_model
 from tether.vector import Vector
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
