@@ -283,7 +283,13 @@ class Impatient(Progress):
         self.interrupted_at = 0.0
 
     def meter(self, meter: Meter, time_: float) -> None:
-        while self.times and meter.steps >= self.steps:
+        self._interrupt(meter.steps)
+
+    def evaluation(self, metrics: dict[str, float], time_: float, step: int) -> None:
+        self._interrupt(step)
+
+    def _interrupt(self, step: int) -> None:
+        while self.times and step >= self.steps:
             self.times -= 1
             self.interrupted_at = time.monotonic()
             signal.raise_signal(signal.SIGINT)
@@ -295,7 +301,7 @@ class Impatient(Progress):
 
 @pytest.mark.parametrize("on", [Sim(2), Local(2)], ids=["sim", "local"])
 def test_ctrl_c_in_a_program_carries_the_model_that_the_run_had_come_to(on: Any, tmp_path: Path) -> None:
-    goal = {"steps": 10**4 if on.virtual else 10**6, "evaluate_every": 1e9, "run_dir": tmp_path / "run"}
+    goal = {"steps": 10**6, "evaluate_every": 1.0 if on.virtual else 1e9, "run_dir": tmp_path / "run"}
     impatient = Impatient(200)
     with pytest.raises(KeyboardInterrupt) as stopped:
         run(Blobs(), Averaging(tau=5), on, progress=impatient, **goal)

@@ -290,9 +290,11 @@ class Director:
         )
 
     def record(self, node: str, values: Row, now: float) -> None:
+        self._interruption.worthwhile = True
         self._row("record", now, node=node, **values)
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
+        self._interruption.worthwhile = True
         self.step, self.samples = effect.step, effect.samples
         self._asked += 1
         if self._evaluator is None:
