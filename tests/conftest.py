@@ -26,9 +26,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def _children() -> set[int]:
+    """The processes that this one has started, but for the one that multiprocessing has for itself."""
     with suppress(OSError):
         files = [task / "children" for task in Path("/proc/self/task").iterdir()]
-        return {int(pid) for file in files for pid in file.read_text().split()}
+        pids = {int(pid) for file in files for pid in file.read_text().split()}
+        return {pid for pid in pids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
     return set()
 
 

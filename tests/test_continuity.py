@@ -285,10 +285,11 @@ def test_processes_go_on_with_their_momentum_and_their_dropout(tmp_path: Path) -
 
 @pytest.mark.parametrize("options", [Elastic(tau=3), INLINE, Grid()], ids=str)
 def test_processes_of_other_protocols_go_on_with_their_momentum(options: Options, tmp_path: Path) -> None:
-    train_quietly(Watched(), options, Local(2), tmp_path / "run", steps=20)
+    # so many steps that every process makes some, however late it is let compute
+    train_quietly(Watched(), options, Local(2), tmp_path / "run", steps=500)
     kept = saved_momenta(tmp_path / "run")
     task = Watched(tmp_path / "told")
-    further(tmp_path / "run", task, 40, workers=3)
+    further(tmp_path / "run", task, 1000, workers=3)
     found = sorted(own[0][0] for own in task.written())
     assert found == pytest.approx(sorted(kept[i % 2] for i in range(3)), rel=1e-6)
 
