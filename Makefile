@@ -10,8 +10,8 @@ demo: $(READY)
 	@$(BIN)/tether demo
 
 test: lint packages
-	@$(BIN)/python -m pytest -n auto -m 'not (alone or spark or slow)'
-	@$(BIN)/python -m pytest -m '(alone or spark) and not slow'
+	@$(BIN)/python -m pytest -n auto -m 'not (spark or slow)'
+	@$(BIN)/python -m pytest -m 'spark and not slow'
 
 test-spark: $(READY)
 	@$(BIN)/python -m pytest -m spark

@@ -1,8 +1,13 @@
-"""What all tests share: the same examples of hypothesis, one thread, transcripts that can be rewritten, one Spark."""
+"""What all tests share: the same examples of hypothesis, one thread, signals as in a terminal, nothing left behind,
+transcripts that can be rewritten, one Spark."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +18,34 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 torch.set_num_threads(1)  # as in every node: for tensors this small two only wait for each other
+
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # a shell has started the tests in the background; what they start and interrupt is in the foreground
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _children() -> set[int]:
+    """The processes that this one has started, but for the one that multiprocessing has for itself."""
+    with suppress(OSError):
+        files = [task / "children" for task in Path("/proc/self/task").iterdir()]
+        pids = {int(pid) for file in files for pid in file.read_text().split()}
+        return {pid for pid in pids if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return set()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test that fails leaves no process behind: those of a run end when whoever has started them does."""
+    before = _children()
+    try:
+        yield
+    except BaseException:
+        if item.get_closest_marker("spark") is None:  # which has processes that all its tests share
+            for pid in _children() - before:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,9 +31,28 @@ KEYS = {
     "run",
 }
 TASKS = """
-import tether, torch
+import tether, threading, torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
+
+GUARD = threading.Lock()
+
+class Forward(nn.Linear):
+    def __init__(self): super().__init__(4, 2)
+    def forward(self, points): return torch.ones(3) @ points  # forward fails
+
+class Stepper(torch.optim.SGD):
+    def step(self, closure=None): raise RuntimeError("no step")
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss): return loss.clone()
+    @staticmethod
+    def backward(ctx, gradient): raise RuntimeError("no way back")
+
+class Rows(Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, i): return {}["row"]
 
 class Good(tether.Task):
     batch_size = 8
@@ -76,6 +96,66 @@ class NeedsClosure(Good):
 
 class NeedsShapes(Good):
     def optimizer(self, model): return torch.optim.Adafactor(model.parameters())
+
+class Locked(Good):
+    def __init__(self):
+        self.rows = 64
+        self.guard = threading.Lock()
+
+class LockedByName(Good):
+    def loss(self, model, batch):
+        with GUARD: return super().loss(model, batch)
+
+class OnCuda(Good):
+    def model(self): return nn.Linear(4, 2).cuda()
+
+class FailingModel(Good):
+    def model(self): return nn.Linear("four", 2)
+
+class FailingForward(Good):
+    def model(self): return Forward()
+
+class FailingOptimizer(Good):
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=-1)
+
+class FailingSchedule(Good):
+    def scheduler(self, optimizer, length): return length.weeks
+
+class FailingStep(Good):
+    def optimizer(self, model): return Stepper(model.parameters())
+
+class FailingData(Good):
+    def train_data(self): return open("absent.csv")
+
+class FailingRow(Good):
+    def train_data(self): return Rows()
+
+class FailingCollate(Good):
+    def collate(self, samples): return samples[99]
+
+class FailingNote(Good):
+    def note(self): return "chosen: " + 3
+
+class FailingBackward(Good):
+    def loss(self, model, batch): return Broken.apply(super().loss(model, batch))
+
+class NoDataset(Good):
+    def train_data(self): return 5
+
+class ListOfModels(Good):
+    def model(self): return [nn.Linear(4, 2)]
+
+class WrongBatch(Good):
+    batch_size = "eight"
+
+class WrongSchedule(Good):
+    def scheduler(self, optimizer, length): return 0.1
+
+class TextMetric(Good):
+    def evaluate(self, model): return {"error": "low"}
+
+class FailingConstructor(Good):
+    def __init__(self): self.rows = [][1]
 """
 
 
@@ -300,3 +380,115 @@ def test_a_model_that_has_not_learned_is_told_in_the_table_and_in_json(tether: C
     assert "no better than before training" in " ".join(tether(line).out.split())
     assert "no better than before training" in json.loads(tether(f"{line} --json").out)["warning"]
     assert "warning" not in tether("train digits --on sim --epochs 2").out
+
+
+def where(text: str) -> str:
+    """How an error names the line of the file of tasks that has this text."""
+    number = next(i for i, line in enumerate(TASKS.splitlines(), 1) if text in line)
+    return f"bad.py:{number}"
+
+
+BLAMED = {
+    "FailingModel": ("model() failed: TypeError: ", 'nn.Linear("four", 2)'),
+    "FailingForward": ("worker-0, step 1: RuntimeError: ", "# forward fails"),
+    "FailingOptimizer": ("optimizer() failed: ValueError: Invalid learning rate: -1", "lr=-1"),
+    "FailingSchedule": ("scheduler() failed: AttributeError: 'Length' object has no attribute 'weeks'", "length.weeks"),
+    "FailingStep": ("the optimizer's step() failed: RuntimeError: no step", "no step"),
+    "FailingData": ("train_data() failed: FileNotFoundError: ", "absent.csv"),
+    "FailingRow": ("worker-0, step 1: KeyError: 'row'", 'return {}["row"]'),
+    "FailingCollate": ("worker-0, step 1: IndexError: ", "samples[99]"),
+    "FailingNote": ("note() failed: TypeError: ", '"chosen: " + 3'),
+    "FailingBackward": ("worker-0, step 1: RuntimeError: no way back", "no way back"),
+    "OnCuda": ("model() failed: AssertionError: Torch not compiled with CUDA enabled", ".cuda()"),
+    "FailingMetrics": ("evaluate() failed: ZeroDivisionError", "1 / 0"),
+}
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_what_the_users_code_raises_is_told_once_with_its_line_and_no_traceback(
+    tether: Callable[[str], Said], name: str
+) -> None:
+    told, line = BLAMED[name]
+    said = tether(f"train bad.py:{name} --on sim --steps 4")
+    assert said.status == 2 and said.out == ""
+    assert said.err.count(told) == 1, said.err
+    assert where(line) in said.err
+    assert "Traceback" not in said.err and "internal" not in said.err
+
+
+REFUSED = {
+    "NoDataset": "train_data() of task NoDataset returned int",
+    "ListOfModels": "model() of task ListOfModels returned list",
+    "WrongBatch": "batch_size of task WrongBatch is 'eight'",
+    "WrongSchedule": "scheduler() of task WrongSchedule returned float",
+    "TextMetric": "evaluate() of task TextMetric returned {'error': 'low'}: values must be numbers",
+    "FailingConstructor": "the constructor of task bad.py:FailingConstructor failed: IndexError",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_task_of_wrong_types_is_refused_in_words_once(tether: Callable[[str], Said], name: str) -> None:
+    said = tether(f"train bad.py:{name} --on sim --steps 4")
+    assert said.status == 2 and said.err.count(REFUSED[name]) == 1, said.err
+    assert "Traceback" not in said.err
+
+
+def test_cuda_without_cuda_is_told_with_what_to_do(tether: Callable[[str], Said]) -> None:
+    assert "leave the model on the CPU" in tether("train bad.py:OnCuda --on sim --steps 4").err
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "line"),
+    [
+        ("Locked", "attribute 'guard' of task Locked", "self.guard = threading.Lock()"),
+        ("LockedByName", "'GUARD', which task LockedByName uses", "GUARD = threading.Lock()"),
+    ],
+)
+def test_what_cannot_travel_to_other_processes_is_named_with_its_line_before_anything_is_started(
+    tether: Callable[[str], Said], tmp_path: Path, name: str, what: str, line: str
+) -> None:
+    said = tether(f"train bad.py:{name} --steps 4")
+    assert said.status == 2 and said.out == ""
+    assert what in said.err and "cannot pickle '_thread.lock' object" in said.err and where(line) in said.err
+    assert "Traceback" not in said.err and not (tmp_path / "runs").exists()
+    assert train(tether, f"bad.py:{name} --on sim --steps 4")["steps"] == 4, "the simulator copies nothing"
+
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_the_readmes_first_program_trains_under_its_second_command(
+    tether: Callable[[str], Said], tmp_path: Path
+) -> None:
+    program = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)[0]
+    (tmp_path / "my_task.py").write_text(program)
+    assert train(tether, "my_task.py:Digits --protocol server -n 4 --on sim --steps 4")["workers"] == 4
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "and nothing else has run"
+
+
+def test_a_task_below_a_call_of_run_at_the_top_of_its_file_is_refused_with_line_and_remedy(
+    tether: Callable[[str], Said], tmp_path: Path
+) -> None:
+    program = f"{TASKS}\ntether.run(Good(), epochs=1)\n\ndef helper(): ...\n\nclass Below(Good): ...\n"
+    (tmp_path / "late.py").write_text(program)
+    line = program.splitlines().index("tether.run(Good(), epochs=1)") + 1
+    for name in ("Good", "Below"):
+        said = tether(f"train late.py:{name} --on sim")
+        assert said.status == 2 and f"late.py:{line}" in said.err and 'if __name__ == "__main__":' in said.err
+        assert "Traceback" not in said.err and not (tmp_path / "runs").exists()
+
+
+def test_a_file_of_tasks_is_run_once_however_often_its_task_is_looked_up(
+    tether: Callable[[str], Said], tmp_path: Path
+) -> None:
+    (tmp_path / "loud.py").write_text(TASKS + "\nprint('read')\n")
+    said = tether("train loud.py:Good --on sim --steps 2 --set tau=2")
+    assert said.status == 0 and said.out.count("read\n") == 1
+    (tmp_path / "loud.py").write_text(TASKS + "\nprint('read again')\n")
+    assert "read again" in tether("train loud.py:Good --on sim --steps 2").out, "but a changed file is another"
+
+
+def test_a_syntax_error_is_told_with_its_line_and_no_traceback(tether: Callable[[str], Said], tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import tether\nclass T(tether.Task:\n")
+    said = tether("train broken.py:T --on sim")
+    assert said.status == 2 and "SyntaxError" in said.err and "(line 2)" in said.err and "Traceback" not in said.err

@@ -277,7 +277,6 @@ def test_only_who_has_stepped_has_something_to_keep(tmp_path: Path) -> None:
 # ---- in processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 def test_processes_go_on_with_their_momentum_and_their_dropout(tmp_path: Path) -> None:
     whole = train_quietly(Gambler(), Averaging(tau=5), Local(2), tmp_path / "whole", steps=30)
     train_quietly(Gambler(), Averaging(tau=5), Local(2), tmp_path / "parts", steps=15)
@@ -285,18 +284,17 @@ def test_processes_go_on_with_their_momentum_and_their_dropout(tmp_path: Path) -
     assert further(tmp_path / "parts", Gambler(), 30).figures["digest"] == whole.figures["digest"]
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("options", [Elastic(tau=3), INLINE, Grid()], ids=str)
 def test_processes_of_other_protocols_go_on_with_their_momentum(options: Options, tmp_path: Path) -> None:
-    train_quietly(Watched(), options, Local(2), tmp_path / "run", steps=20)
+    # so many steps that every process makes some, however late it is let compute
+    train_quietly(Watched(), options, Local(2), tmp_path / "run", steps=500)
     kept = saved_momenta(tmp_path / "run")
     task = Watched(tmp_path / "told")
-    further(tmp_path / "run", task, 40, workers=3)
+    further(tmp_path / "run", task, 1000, workers=3)
     found = sorted(own[0][0] for own in task.written())
     assert found == pytest.approx(sorted(kept[i % 2] for i in range(3)), rel=1e-6)
 
 
-@pytest.mark.alone
 def test_a_run_that_goes_on_by_itself_keeps_its_momentum(tmp_path: Path) -> None:
     task = Watched(tmp_path / "told")
     killer = Assassin(["hub"], steps=300)
@@ -340,7 +338,6 @@ class Replaced(Local):
             driver.close()
 
 
-@pytest.mark.alone
 def test_a_process_that_takes_a_dead_ones_place_begins_with_a_peers_momentum(tmp_path: Path) -> None:
     task = Watched(tmp_path / "told")
     killer = Assassin(["worker-1"], steps=100)
@@ -458,7 +455,6 @@ def test_who_takes_a_dead_workers_place_has_seen_all_evaluations(options: Option
     assert task.rates == sorted(task.rates, reverse=True)  # at any time that of the newcomer is that of the others
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("options", [Averaging(tau=2), ASYNC], ids=str)
 def test_processes_follow_the_evaluations_and_replay_them_after_a_resume(options: Options, tmp_path: Path) -> None:
     first, then = Plateau(tmp_path / "first"), Plateau(tmp_path / "then")

@@ -89,7 +89,6 @@ def test_evaluations_that_wait_are_made_when_training_has_ended_with_the_weights
         assert [row["metrics"]["error"] for row in told.history] == pytest.approx([0.5, 0.4, 0.3, 0.2, 0.1])
 
 
-@pytest.mark.alone
 def test_a_short_run_in_processes_has_all_its_points(tmp_path: Path) -> None:
     result = train_quietly(Blobs(10), Averaging(tau=5), Local(2), tmp_path / "run", epochs=5, evaluate_every=1)
     assert [row["samples"] for row in result.history] == [1000, 2000, 3000, 4000, 5000]

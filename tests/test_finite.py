@@ -78,7 +78,6 @@ def test_past_a_limit_the_run_ends_with_an_error_that_names_worker_and_step(opti
         train_quietly(task, options, Sim(options.workers_max or 4), tmp_path / "run", steps=100)
 
 
-@pytest.mark.alone
 def test_processes_count_and_end_alike(tmp_path: Path) -> None:
     now_and_then = Poisoned(lambda step: step % 15 == 4)
     result = train_quietly(now_and_then, Averaging(tau=3), Local(2), tmp_path / "few", steps=40)

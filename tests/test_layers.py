@@ -46,11 +46,15 @@ LAYERS: dict[str, set[str]] = {
     "metrics": {"errors", *CONTRACT, "checkpoint"},
     "rundir": {"errors", *CONTRACT, "checkpoint", "metrics"},
     "progress": {"errors", *CONTRACT},
+    "interruption": set(),
     "plan": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "checkpoint", "rundir"},
-    "director": {"errors", *CONTRACT, "learner", "runtimes", "checkpoint", "metrics", "rundir", "plan", "progress"},
+    "director": {
+        *("errors", *CONTRACT, "learner", "runtimes"),
+        *("checkpoint", "metrics", "rundir", "plan", "progress", "interruption"),
+    },
     "run": {
         *("errors", *CONTRACT, "protocols", "runtimes", "tasks"),
-        *("checkpoint", "rundir", "plan", "director", "progress"),
+        *("checkpoint", "rundir", "plan", "director", "progress", "interruption"),
     },
 }
 #: a protocol has neither clock nor chance, and neither input nor output

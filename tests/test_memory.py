@@ -32,7 +32,6 @@ from tether.vector import raw_bytes
 from tether.wire import Codec
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="regions are files that only Linux has"),
 ]
 

@@ -14,8 +14,6 @@ from torch import Tensor
 from tether.machine import Add, change
 from tether.runtimes.pool import Pool
 
-pytestmark = pytest.mark.alone
-
 THREADS = 8
 LENGTH = 1 << 18
 #: elements that an addition has read and not yet made visible, in registers and the store buffer, generously
@@ -58,15 +56,22 @@ def test_lost_updates_are_as_rare_as_hogwild_predicts() -> None:
 
 
 def test_stale_reads_slow_the_centre_by_no_more_than_the_threads_that_read() -> None:
-    """An exchange that reads while P - 1 others are under way still moves the centre: as P serial ones at the least."""
+    """An exchange that reads while P - 1 others are under way still moves the centre: as P serial ones at the least.
+
+    All threads read before any of them adds: the stalest that P exchanges at a time can be, on any machine.
+    """
     alpha, exchanges = 0.9 / THREADS, 400
     centre: Any = Centre(torch.zeros(LENGTH))
     worker = torch.ones(LENGTH)
     exchanger, failures = pool()
+    all_have_read, all_have_added = threading.Barrier(THREADS), threading.Barrier(THREADS)
 
     def exchange() -> bool:
         read = centre.weights.clone()
-        return change(centre, Add(worker - read, alpha, loose=True))
+        all_have_read.wait(60)
+        changed = change(centre, Add(worker - read, alpha, loose=True))
+        all_have_added.wait(60)
+        return changed
 
     for _ in range(exchanges):
         exchanger.submit(exchange, bool)

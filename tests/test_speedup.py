@@ -20,8 +20,6 @@ from tether.speedup import falls, fit, fits, speedup
 from tether.tasks import load as load_task
 from tether.testing import Blobs, train_quietly
 
-pytestmark = pytest.mark.alone
-
 # ---- the function ---------------------------------------------------------------------------------------------------
 
 ROUNDS = {"steps_alone": 100, "step_seconds": 0.5, "tau": 5, "exchange_seconds": 1.5, "rounds": 10, "workers": 4}

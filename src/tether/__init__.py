@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from tether.errors import InvariantBroken, RunError, Stalled, TaskError, TetherError, UsageError, WireError
+from tether.errors import (
+    InternalError,
+    Interrupted,
+    InvariantBroken,
+    RunError,
+    Stalled,
+    TaskError,
+    TetherError,
+    UsageError,
+    WireError,
+)
 from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single
 from tether.run import Result, Training, resume, run, start
 from tether.runtimes.faults import Faults
@@ -18,6 +28,8 @@ __all__ = [
     "Elastic",
     "Faults",
     "Grid",
+    "InternalError",
+    "Interrupted",
     "InvariantBroken",
     "Length",
     "Local",

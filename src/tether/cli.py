@@ -7,6 +7,9 @@ import json
 import shlex
 import signal
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tether import bench, protocols, report, settings, study, swarm, tasks, tune
-from tether.errors import TetherError, UsageError, unknown
+from tether.errors import InternalError, Interrupted, TetherError, UsageError, own_faults, unknown
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
 from tether.runtimes.base import Runtime
@@ -118,25 +121,26 @@ def train(
     }
     given = {name: value for name, value in only_sim.items() if value is not None}
     runtime = _runtime(on, workers, master, options, given)
-    result = run(
-        built,
-        options,
-        runtime,
-        epochs=epochs,
-        steps=steps,
-        until=until,
-        seconds=seconds,
-        patience=patience,
-        warmup=_protocol_class(warmup)() if warmup else None,
-        warmup_epochs=warmup_epochs,
-        seed=seed,
-        run_dir=run_dir,
-        evaluate_every=evaluate_every,
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoints=checkpoints,
-        record=record,
-        task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
-    )
+    with _told_when_interrupted(as_json):
+        result = run(
+            built,
+            options,
+            runtime,
+            epochs=epochs,
+            steps=steps,
+            until=until,
+            seconds=seconds,
+            patience=patience,
+            warmup=_protocol_class(warmup)() if warmup else None,
+            warmup_epochs=warmup_epochs,
+            seed=seed,
+            run_dir=run_dir,
+            evaluate_every=evaluate_every,
+            checkpoint_seconds=checkpoint_seconds,
+            checkpoints=checkpoints,
+            record=record,
+            task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
+        )
     _show(result, as_json)
 
 
@@ -153,16 +157,17 @@ def resume_(
     as_json: JsonOption = False,
 ) -> None:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
-    result = resume(
-        run_dir,
-        workers=workers,
-        master=master,
-        epochs=epochs,
-        steps=steps,
-        until=until,
-        seconds=seconds,
-        patience=patience,
-    )
+    with _told_when_interrupted(as_json):
+        result = resume(
+            run_dir,
+            workers=workers,
+            master=master,
+            epochs=epochs,
+            steps=steps,
+            until=until,
+            seconds=seconds,
+            patience=patience,
+        )
     _show(result, as_json)
 
 
@@ -496,6 +501,18 @@ def _runtime(on: str, workers: int | None, master: str | None, protocol: Options
     return Local(workers=count)
 
 
+@contextmanager
+def _told_when_interrupted(as_json: bool) -> Iterator[None]:
+    """An interrupted run shows what it had come to, and how to continue."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        if interrupted.result is not None:
+            _show(interrupted.result, as_json)
+        _err.print(f"tether: {interrupted}", highlight=False, markup=False)
+        raise typer.Exit(130) from None
+
+
 def _show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.figures))
@@ -543,18 +560,19 @@ def _list_one(name: str, summary: str, options: list[settings.Option]) -> None:
 
 
 def main() -> None:
-    """The program `tether`. Errors that we raise on purpose are told in a line, not as a traceback."""
-    signal.signal(signal.SIGTERM, _interrupt)
+    """The program `tether`. Errors are told in a line; only a fault of Tether's own has a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        app()
+        with own_faults():
+            app()
     except UsageError as error:
         _fail(error, 2)
+    except InternalError as error:
+        cause = traceback.format_exception(error.__cause__) if error.__cause__ is not None else []
+        _err.print("".join([*cause, *getattr(error, "__notes__", [])]).rstrip(), highlight=False, markup=False)
+        _fail(error, 1)
     except TetherError as error:
         _fail(error, 1)
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _fail(error: TetherError, status: int) -> None:

@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from tether.checkpoint import Evaluated, Restored
-from tether.errors import TetherError, UsageError
+from tether.errors import UsageError
+from tether.interruption import Interruption
 from tether.learner import build_model, evaluate
 from tether.machine import Checkpoint, Evaluate, Row
 from tether.metrics import MetricsWriter
@@ -21,7 +22,7 @@ from tether.plan import Patience, Request, RunPlan, Until, worth
 from tether.progress import Progress
 from tether.rundir import RunDirectory, not_finite
 from tether.runtimes.base import NodeStates, Outcome
-from tether.task import metric_of
+from tether.task import metric_of, users_code
 from tether.trace import SPANS_MAX, Meter
 from tether.twin import Guest, own_device
 from tether.vector import Vector, is_finite
@@ -82,19 +83,29 @@ class _Beside:
         with self._changed:
             return min((place for place, _ in self._waiting), default=math.inf)
 
-    def close(self) -> None:
-        """Do what is still wanted and end; raises what went wrong."""
-        self.abandon(None)
+    def close(self, seconds_left: Callable[[], float] = lambda: math.inf) -> None:
+        """Do what is still wanted, as far as there is time, and end; raises what went wrong."""
+        self._end()
+        while self._thread.is_alive() and seconds_left() > 0:
+            self._thread.join(0.1)
+        self.abandon(0.0)
         self.check()
 
-    def abandon(self, seconds: float | None) -> None:
-        """End, and do what is still wanted only as far as that takes no longer."""
+    def leave_out_all_but_the_last(self) -> None:
         with self._changed:
-            self._closed = True
-            self._changed.notify()
+            self._waiting = self._waiting[-1:]
+
+    def abandon(self, seconds: float) -> None:
+        """End, and do what is still wanted only as far as that takes no longer."""
+        self._end()
         self._thread.join(seconds)
         with self._changed:
             self._waiting.clear()
+
+    def _end(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
 
     def check(self) -> None:
         if self._failure is not None:
@@ -128,8 +139,10 @@ class Director:
         *,
         beside: bool,
         stop: Callable[[], str | None] | None = None,
+        interruption: Interruption | None = None,
     ) -> None:
         """`beside` has models evaluated in a thread; `stop` says why the run shall end, once it shall."""
+        self._interruption = interruption or Interruption()
         self._plan = plan
         self.directory = directory
         self._until = Until.parse(plan.until) if plan.until else None
@@ -184,18 +197,24 @@ class Director:
     def __enter__(self) -> Director:
         workers = [node.name for node in self._plan.nodes if node.computes]
         self._progress.begin(f"{self._plan.task.name} · {self._plan.protocol.name}", workers, self._plan.steps)
-        if self._evaluator is not None:
-            count = len(self._plan.nodes)
-            self._progress.note(f"starting {count} process{'es' if count > 1 else ''}")
-        if self._plan.schedule.first_step == 0 and (told := self._plan.task.note()):
-            self.note(told)
-        for told in self._plan.notes:
-            self.note(told)
-        self._tell_of_damage()
         return self
 
     def begin(self, request: Request) -> None:
-        """Before training: have the untrained model evaluated, and refuse a goal that its metrics cannot tell."""
+        """Before training: say what there is to say, and have the untrained model evaluated.
+
+        A goal that its metrics cannot tell is refused.
+        """
+        if self._evaluator is not None:
+            count = len(self._plan.nodes)
+            self._progress.note(f"starting {count} process{'es' if count > 1 else ''}")
+        if self._plan.schedule.first_step == 0:
+            with users_code(self._plan.task, "note()"):
+                told = self._plan.task.note()
+            if told:
+                self.note(told)
+        for told in self._plan.notes:
+            self.note(told)
+        self._tell_of_damage()
         until = Until.parse(request.until) if request.until else None
         decided = until is not None or self._patience is not None or request.patience is not None
         weights = self._vector.weights.clone() if self._plan.restored is None else self._plan.restored.weights
@@ -217,7 +236,7 @@ class Director:
             if self._evaluator is not None:
                 self._evaluator.abandon(0.0)
             self._release(math.inf)
-            self._progress.end(f"ended: {error}" if isinstance(error, TetherError) else f"ended: {kind.__name__}")
+            self._progress.close()  # whoever gets the error tells it
             with self._lock:
                 self._abandoned = True
 
@@ -232,18 +251,23 @@ class Director:
                 self.meter(meter, outcome.seconds)
         if dropped := sum(meter.spans_dropped for meter in outcome.meters.values()):
             self.note(f"{dropped} spans are not in trace.json, which has the first {SPANS_MAX} of each node")
+        interrupted, seconds_left = self._interruption.happened, self._interruption.seconds_left
         if self._evaluator is not None:
-            if (waiting := self._evaluator.waiting) > 1:
+            if interrupted:
+                self._evaluator.leave_out_all_but_the_last()
+            elif (waiting := self._evaluator.waiting) > 1:
                 self._progress.note(f"training has ended; {waiting} evaluations are still to be made")
-            self._evaluator.close()
+            self._evaluator.close(seconds_left)
             if left_out := self._evaluator.left_out:
                 self.note(
                     f"{left_out} of {self._asked} evaluations were left out, since training was faster: "
                     "raise evaluate_every"
                 )
-        self._writer.close()
+        self._writer.close(seconds_left)
         self._require_finite(self.step, outcome.weights)
         metrics = self.history[-1]["metrics"] if self.history else {}
+        if self._interruption.happened and self.history and self.history[-1]["step"] != self.step:
+            metrics = {}  # there was no time to evaluate the model that it ended with
         model = Evaluated(self.step, self.samples, metrics, outcome.weights)
         if self._patience is not None and outcome.reason != f"{self._until} reached":
             model = self._unsaved_best or self.directory.load_best() or model
@@ -300,6 +324,7 @@ class Director:
     # ---- what the runtime tells ----
 
     def meter(self, meter: Meter, now: float) -> None:
+        self._interruption.worthwhile |= meter.steps > 0
         self._progress.meter(meter, now)
         self._row(
             "progress",
@@ -318,9 +343,11 @@ class Director:
         )
 
     def record(self, node: str, values: Row, now: float) -> None:
+        self._interruption.worthwhile = True
         self._row("record", now, node=node, **values)
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
+        self._interruption.worthwhile = True
         self.step, self.samples = effect.step, effect.samples
         self._asked += 1
         if self._evaluator is None:
@@ -344,7 +371,11 @@ class Director:
     def stop_requested(self) -> str | None:
         if self._evaluator is not None:
             self._evaluator.check()
-        return self._stop or (self._asked_to_stop() if self._asked_to_stop is not None else None)
+        asked = self._asked_to_stop() if self._asked_to_stop is not None else None
+        return self._stop or self._interruption.reason or asked
+
+    def seconds_left(self) -> float:
+        return self._interruption.seconds_left()
 
     # ---- beside training ----
 

@@ -9,13 +9,20 @@ TetherError
 |   +-- NodesLost       no worker is left, or the hub has died: it can go on from its last backup
 |   +-- Stalled         nothing can happen any more although the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
++-- InternalError       Tether itself is at fault: an exception that nobody expected, outside the user's code
 +-- WireError           a message that is malformed, too large or of an unknown type
+
+KeyboardInterrupt
++-- Interrupted         the user ended a run; it carries what the run had come to
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 
 class TetherError(Exception):
@@ -54,8 +61,48 @@ class InvariantBroken(TetherError):
     """A protocol's invariant does not hold."""
 
 
+class InternalError(TetherError):
+    """A fault of Tether's own. `__cause__`, or a note where another process has failed, has the traceback."""
+
+
 class WireError(TetherError):
     """A message that must be refused."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """The user has interrupted a run.
+
+    `result` is what it had come to, as `run` would have returned it: the joint model, metrics, figures. It is None if
+    nothing was learned yet or the run could not end in good order in time. `directory` is the run's.
+    """
+
+    def __init__(self, directory: Path, result: Any = None, *, resumable: bool = False) -> None:
+        self.directory = directory
+        self.result = result
+        got = f"after step {result.figures['steps']}" if result is not None else "without a result"
+        how = f"; continue with 'tether resume {directory}'" if resumable else ""
+        super().__init__(f"interrupted {got}{how}")
+
+
+def internal(error: Exception | str, node: str = "") -> InternalError:
+    """The error for an exception that nobody expected, of a node or of the caller's own process."""
+    what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    where = f" in {node}" if node else ""
+    return InternalError(
+        f"internal error{where}: {what}. This is a fault of Tether and not of your task: please report it, with the "
+        "traceback"
+    )
+
+
+@contextmanager
+def own_faults() -> Iterator[None]:
+    """Whatever is raised inside and is not of the tree above is a fault of Tether's own."""
+    try:
+        yield
+    except TetherError:
+        raise
+    except Exception as error:
+        raise internal(error) from error
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:

@@ -13,17 +13,17 @@ import math
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tether.errors import Diverged, TaskError, UsageError
+from tether.errors import Diverged, TaskError, TetherError, UsageError
 from tether.machine import Taken, Wanted
 from tether.rows import LARGE, rows_of
-from tether.task import Length, SyntheticTask, Task, describe_error, metric_of
+from tether.task import Length, SyntheticTask, Task, cuda_remedy, describe_error, metric_of, users_code
 from tether.twin import Twin, to_device
 from tether.vector import Empty, Shared, Vector, is_finite, put_gradient, shards
 from tether.wire import can_be_kept
@@ -78,7 +78,8 @@ class Learner:
         self.vector = Vector(self.model, empty, shared)
         self.weights = self.vector.weights
         self.parameter_count = self.vector.parameter_count
-        self.optimizer = task.optimizer(self.model)
+        with users_code(task, "optimizer()"):
+            self.optimizer = task.optimizer(self.model)
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             raise TaskError(
                 f"optimizer() of task {type(task).__name__} returned {type(self.optimizer).__name__}: "
@@ -115,7 +116,13 @@ class Learner:
         self._dense = [(p, self._packed(start)) for p, start in places if start not in by_rows]
         self._empty = empty
         self._length = length
-        scheduler = task.scheduler(self.optimizer, length)
+        with users_code(task, "scheduler()"):
+            scheduler = task.scheduler(self.optimizer, length)
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise TaskError(
+                f"scheduler() of task {type(task).__name__} returned {type(scheduler).__name__}: return a "
+                "torch.optim.lr_scheduler.LRScheduler, or None"
+            )
         #: follows the evaluations of the joint model, and not the run's position
         self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
         self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
@@ -183,16 +190,18 @@ class Learner:
             if device.type != "cpu":
                 batch = to_device(batch, device)
             loss = self.task.loss(model, batch)
-        except TaskError:
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        except TetherError:
             raise
         except Exception as error:
-            raise self._error(describe_error(self.task, error), "correct the task's data or its loss()") from error
+            remedy = f"correct the task's data or its loss(){cuda_remedy(error)}"
+            raise self._error(describe_error(self.task, error), remedy) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             if isinstance(loss, Tensor) and loss.numel() == 1:
                 what = "a tensor without a gradient"
             raise self._error(f"loss() returned {what}", "return a scalar tensor computed from the model's output")
-        loss.backward()  # type: ignore[no-untyped-call]
         value = float(loss.detach())
         if not math.isfinite(value):
             remedy = "lower the learning rate, clip gradients or check the data"
@@ -219,7 +228,9 @@ class Learner:
                     part.step(self.optimizer, group, run)
                 else:
                     run.grad = part.whole()
-            self.optimizer.step()
+            # one of torch's own, on a flat vector, is our business; any other is the user's
+            with nullcontext() if self.flat else users_code(self.task, "the optimizer's step()"):
+                self.optimizer.step()
         for _, run, _ in in_rows:
             run.grad = None
         if gradient is not None:
@@ -237,7 +248,8 @@ class Learner:
             self._scheduled += 1
             with warnings.catch_warnings():  # whoever comes late goes through the schedule before it steps
                 warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-                self.scheduler.step()
+                with users_code(self.task, "a step of the schedule"):
+                    self.scheduler.step()
 
     def load_gradient(self, gradient: Tensor) -> None:
         self.vector.gradient.copy_(gradient)
@@ -321,7 +333,8 @@ class Learner:
             raise self._error(
                 "ReduceLROnPlateau follows what evaluate() finds, and that has no metrics", "return one, such as error"
             )
-        self.plateau.step(metrics[metric_of(metrics)])
+        with users_code(self.task, "a step of the schedule"):
+            self.plateau.step(metrics[metric_of(metrics)])
 
     def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
         if not self._has_stepped:
@@ -450,7 +463,8 @@ def build_model(task: Task, seed: int) -> nn.Module:
     """The task's model as every replica of a run starts with it; the global random state is left as it was."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        model = task.model()
+        with users_code(task, "model()"):
+            model = task.model()
     if not isinstance(model, nn.Module):
         raise TaskError(
             f"model() of task {type(task).__name__} returned {type(model).__name__}: return a torch.nn.Module"
@@ -463,10 +477,8 @@ def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), users_code(task, "evaluate()"):
             metrics = task.evaluate(model)
-    except Exception as error:
-        raise TaskError(f"evaluate() failed: {describe_error(task, error)}") from error
     finally:
         for part, training in modes:
             part.training = training

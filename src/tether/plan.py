@@ -27,9 +27,11 @@ from tether.task import (
     SyntheticTask,
     Task,
     check_batch,
+    check_can_travel,
     check_is_task,
     check_task,
     metric_of,
+    users_code,
 )
 from tether.vector import Empty, Shared
 
@@ -128,8 +130,8 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise UsageError(f"{name} must be more than 0, not {value}")
+            if value is not None and not (isinstance(value, int | float) and value > 0):
+                raise UsageError(f"{name} must be more than 0, not {value!r}")
         if self.epochs is not None and self.steps is not None:
             raise UsageError("give either epochs or steps, not both")
         if self.until is not None:
@@ -221,7 +223,10 @@ class RunPlan:
                 f"protocol {protocol.name!r} uses {protocol.workers_max} worker, not {on.workers}: "
                 "leave the number of workers out, or choose another protocol"
             )
-        data = task.train_data()
+        if not on.virtual:
+            check_can_travel(task)
+        with users_code(task, "train_data()"):
+            data = task.train_data()
         samples = check_task(task, data, on.workers)
         plan = RunPlan(
             task=task,
@@ -389,7 +394,8 @@ class RunPlan:
             batches = Batches(self.task, self._part, seed=seed, shared_by=self.workers)
         else:
             if self._data is None:
-                self._data = self.task.train_data()
+                with users_code(self.task, "train_data()"):
+                    self._data = self.task.train_data()
             batches = Batches(self.task, self._data, seed=self.seed)
         return batches if batches.in_memory or self.virtual else Prefetched(batches)
 

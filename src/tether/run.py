@@ -21,7 +21,8 @@ from torch import nn
 
 from tether.checkpoint import Evaluated, Restored
 from tether.director import Director, finite
-from tether.errors import NodesLost, RunError, UsageError
+from tether.errors import Interrupted, NodesLost, RunError, UsageError, own_faults
+from tether.interruption import Interruption
 from tether.plan import Request, RunPlan
 from tether.progress import Progress, make_progress
 from tether.protocols import Options
@@ -35,6 +36,7 @@ from tether.runtimes.sim import Sim
 from tether.runtimes.spark import Spark
 from tether.task import Task, check_is_task
 from tether.tasks import load as load_task
+from tether.tasks import not_while_importing
 from tether.trace import relative_error
 from tether.vector import digest
 
@@ -54,6 +56,7 @@ class Result:
         return f"Result({shown}, seconds={self.figures['seconds']:.4g}, run={str(self.directory)!r})"
 
 
+@own_faults()
 def run(
     task: Task,
     protocol: Options | None = None,
@@ -99,7 +102,12 @@ def run(
     progress: the live display; chosen by what standard error is unless given.
     stop: asked all the time; the run ends, in good order, with the reason that it returns.
     task_spec: how the command line finds the task again.
+
+    Ctrl-C ends the run within three seconds, in good order, and raises `tether.Interrupted`, a KeyboardInterrupt whose
+    `result` is what would have been returned: the joint model as it is, its metrics, the run directory. In a notebook
+    it is `sys.last_value.result`. A second Ctrl-C ends the run at once.
     """
+    not_while_importing()
     check_is_task(task)
     protocol = protocol if protocol is not None else make_protocol(task.protocol)
     for options in filter(None, (protocol, warmup)):
@@ -124,8 +132,8 @@ def run(
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)
-    with directory.lock():
-        return _execute(phases, protocol, on, request, directory, progress, task_spec, stop)
+    with directory.lock(), Interruption() as interruption:
+        return _execute(phases, protocol, on, request, directory, progress, task_spec, interruption, stop)
 
 
 class Training:
@@ -173,9 +181,11 @@ class Training:
 
 def start(task: Task, protocol: Options | None = None, on: Runtime | None = None, **options: Any) -> Training:
     """As `run`, but in the background: returns at once, with a handle to the model."""
+    not_while_importing()
     return Training(lambda stop: run(task, protocol, on, stop=stop, **options))
 
 
+@own_faults()
 def resume(
     run_dir: Path | str,
     task: Task | None = None,
@@ -199,6 +209,7 @@ def resume(
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. What was
         the best before the run was continued may remain so.
     """
+    not_while_importing()
     if isinstance(run_dir, str) and is_url(run_dir):
         directory = RunDirectory.fetch(HadoopStorage(run_dir))
     else:
@@ -221,7 +232,8 @@ def resume(
         if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
             request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
         phases = _phases(task, protocol, on, request, restored)
-        return _execute(phases, protocol, on, request, directory, progress, config["task"])
+        with Interruption() as interruption:
+            return _execute(phases, protocol, on, request, directory, progress, config["task"], interruption)
 
 
 def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, int]:
@@ -292,6 +304,7 @@ def _execute(
     directory: RunDirectory,
     progress: Progress | None,
     task_spec: dict[str, Any] | None,
+    interruption: Interruption,
     stop: Callable[[], str | None] | None = None,
 ) -> Result:
     plan = phases[0](None)
@@ -319,14 +332,18 @@ def _execute(
         waiting, restarts = deque(phases), on.restarts
         while waiting:
             plan.directory = directory
-            director = Director(plan, directory, progress, beside=not on.virtual, stop=stop)
+            director = Director(plan, directory, progress, beside=not on.virtual, stop=stop, interruption=interruption)
             try:
                 with director:
                     director.begin(request)
                     outcome = on.execute(plan, director)
                     model = director.finish(outcome, last=len(waiting) == 1)
                 waiting.popleft()
+                if interruption.happened:
+                    waiting.clear()
             except NodesLost as error:
+                if interruption.happened:
+                    raise KeyboardInterrupt from error
                 if not restarts:
                     raise NodesLost(f"{error}; continue with 'tether resume'") from error
                 restarts -= 1
@@ -341,7 +358,7 @@ def _execute(
     except KeyboardInterrupt:
         with suppress(OSError):
             directory.write_config({**config, "status": "interrupted", "reason": "interrupted by the user"})
-        raise
+        raise Interrupted(directory.path, resumable=directory.has_checkpoint()) from None
     except BaseException as error:
         with suppress(OSError):
             directory.write_config({**config, "status": "failed", "error": f"{type(error).__name__}: {error}"})
@@ -350,9 +367,12 @@ def _execute(
         director.keep("trace.json", lambda: directory.write_trace(outcome.spans))
     director.retry()
     result.figures["unsaved"] = director.unsaved
-    ended = {**config, "status": "finished", "reason": outcome.reason, "result": result.figures}
+    status = "interrupted" if outcome.reason == interruption.reason else "finished"
+    ended = {**config, "status": status, "reason": outcome.reason, "result": result.figures}
     director.keep("run.json", lambda: directory.write_config(ended))
     result.figures["unsaved"] = director.unsaved
+    if interruption.happened:
+        raise Interrupted(directory.path, result, resumable=status == "interrupted")
     return result
 
 

@@ -311,6 +311,10 @@ class RunDirectory:
         else:
             self.storage.remove(f"checkpoints/{name}")
 
+    def has_checkpoint(self) -> bool:
+        """Whether there is something to continue from."""
+        return bool(self._names())
+
     def load_checkpoint(self) -> Restored | None:
         """The newest checkpoint that is whole and whose weights are finite, if there is one.
 

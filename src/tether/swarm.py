@@ -78,6 +78,9 @@ class Nobody:
     def stop_requested(self) -> str | None:
         return None
 
+    def seconds_left(self) -> float:
+        return math.inf
+
 
 def draw(seed: int, protocol: str | None = None, plant: str | None = None) -> Scenario:
     """The run that a seed stands for."""

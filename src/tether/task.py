@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import inspect
+import io
+import os
+import re
 import traceback
+import types
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
+import cloudpickle
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
-from tether.errors import TaskError, UsageError
+from tether.errors import TaskError, TetherError, UsageError
 
 
 @dataclass(frozen=True)
@@ -142,13 +149,91 @@ def metric_of(metrics: dict[str, float]) -> str:
     return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
 
 
+@contextmanager
+def users_code(task: Task, what: str) -> Iterator[None]:
+    """Around every call into the user's code: whatever that raises is a `TaskError` which names the line."""
+    try:
+        yield
+    except TetherError:
+        raise
+    except Exception as error:
+        raise TaskError(f"{what} failed: {describe_error(task, error)}{cuda_remedy(error)}") from error
+
+
 def describe_error(task: Task, error: Exception) -> str:
-    """An exception of the user's code and where in the task's own file it came from."""
+    """An exception of the user's code and the line of the user's that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     methods = [value for cls in type(task).__mro__ for value in vars(cls).values() if inspect.isfunction(value)]
     sources = {method.__code__.co_filename for method in methods} - {__file__}
-    own = [frame for frame in frames if frame.filename in sources] or frames
+    own = [frame for frame in frames if frame.filename in sources or not _is_installed(frame.filename)] or frames
     return f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno}, in {own[-1].name})"
+
+
+def cuda_remedy(error: Exception) -> str:
+    """What to do about an error for want of CUDA, as the end of a message; "" about any other."""
+    if torch.cuda.is_available() or "CUDA" not in str(error):
+        return ""
+    return "; there is no CUDA here: leave the model on the CPU, workers that are given a GPU move it there themselves"
+
+
+def _is_installed(filename: str) -> bool:
+    """Whether a file belongs to Tether, to another package or to Python itself, and not to the user."""
+    places = Path(filename).parts
+    installed = "site-packages" in places or "dist-packages" in places or filename.startswith("<frozen ")
+    return installed or any(Path(filename).is_relative_to(Path(other).parent) for other in (__file__, os.__file__))
+
+
+def check_can_travel(task: Task) -> None:
+    """Refuse a task that cannot be copied to other processes, and name what of it cannot."""
+    if (error := _why_unpicklable(task)) is None:
+        return
+    cls = type(task)
+    methods = [value for value in vars(cls).values() if inspect.isfunction(value)]
+    used = {name: method.__globals__[name] for method in methods for name in _names_of(method)}
+    kinds = [
+        (vars(task), f"attribute {{!r}} of task {cls.__name__}", r"self\.{}\b"),
+        (vars(cls), f"attribute {{!r}} of class {cls.__name__}", r"{}\b"),
+        (used, f"{{!r}}, which task {cls.__name__} uses,", r"{}\b"),
+    ]
+    for values, what, pattern in kinds:
+        for name, value in values.items():
+            if (reason := None if inspect.isroutine(value) else _why_unpicklable(value)) is not None:
+                raise TaskError(
+                    f"{what.format(name)} cannot be copied to the processes of the workers: {reason}"
+                    f"{_assigned_at(cls, pattern.format(re.escape(name)))}; create it in model(), train_data() or "
+                    "loss(), or leave it out in __getstate__()"
+                )
+    raise TaskError(f"task {cls.__name__} cannot be copied to the processes of the workers: {error}")
+
+
+def _names_of(method: types.FunctionType) -> Iterator[str]:
+    """The global names that a method uses."""
+    return (name for name in method.__code__.co_names if name in method.__globals__)
+
+
+class _Nowhere(io.RawIOBase):
+    """A file that keeps nothing: tasks may hold much."""
+
+    def write(self, data: Any) -> int:
+        return len(memoryview(data))
+
+
+def _why_unpicklable(value: Any) -> Exception | None:
+    try:
+        cloudpickle.Pickler(_Nowhere()).dump(value)
+    except Exception as error:  # pickling runs code of the user's and of any package
+        return error
+    return None
+
+
+def _assigned_at(cls: type, pattern: str) -> str:
+    """The line of a class's file on which something is assigned, for a message; "" if there is none."""
+    try:
+        file, lines = inspect.getsourcefile(cls), inspect.findsource(cls)[0]
+    except (OSError, TypeError):
+        return ""
+    found = (number for number, line in enumerate(lines, 1) if re.match(rf"\s*{pattern}\s*(:[^=]*)?=", line))
+    return f" ({file}:{number})" if (number := next(found, None)) is not None else ""
 
 
 def check_is_task(task: object) -> None:
@@ -167,14 +252,17 @@ def check_task(task: Task, data: Any, workers: int) -> int:
             f"train_data() of task {type(task).__name__} returned {type(data).__name__}, which has no length or cannot "
             "be indexed: return a map-style Dataset (len(data) and data[i])"
         )
-    count = len(data)
+    if not isinstance(task.batch_size, int) or task.batch_size < 1:
+        raise TaskError(
+            f"batch_size of task {type(task).__name__} is {task.batch_size!r}; it must be a whole number of at least 1"
+        )
+    with users_code(task, "the length of train_data()"):
+        count = len(data)
     if count < workers:
         raise TaskError(
             f"task {type(task).__name__} has {count} training samples for {workers} workers: "
             f"every worker needs at least one; use at most {count} workers"
         )
-    if task.batch_size < 1:
-        raise TaskError(f"batch_size of task {type(task).__name__} is {task.batch_size}; it must be at least 1")
     # a step of all workers may well be more than an epoch: their mini-batches are then of different epochs
     check_batch(task, count if task.source is None else count // workers)
     return count

@@ -77,6 +77,17 @@ def descendants(pid: int) -> dict[str, int]:
     return found
 
 
+def at_this_load(seconds: float) -> float:
+    """How long that takes here and now, which is longer on a busy machine, by what can be measured.
+
+    What is measured is how much of the time a thread that wants to compute is let.
+    """
+    began, began_computing = time.monotonic(), time.thread_time()
+    while time.thread_time() - began_computing < 0.1:
+        pass
+    return seconds * max(1.0, (time.monotonic() - began) / 0.1)
+
+
 class Assassin(Progress):
     """A display that kills nodes of a local run, once, as soon as some worker has made a number of steps."""
 

@@ -152,6 +152,10 @@ class Observer(Protocol):
         """Why the run shall end early, if it shall."""
         ...
 
+    def seconds_left(self) -> float:
+        """How long the run may still take to end: without limit unless somebody waits for that."""
+        ...
+
 
 @dataclass
 class Outcome:

@@ -22,7 +22,7 @@ import zmq
 from torch import Tensor
 
 from tether import errors
-from tether.errors import NodesLost, RunError, TaskError, TetherError, UsageError, WireError
+from tether.errors import NodesLost, RunError, TetherError, UsageError, WireError
 from tether.machine import Checkpoint, Evaluate, Message, Node
 from tether.runtimes import control
 from tether.runtimes.base import NodeStates, Observer, Outcome, Plan
@@ -39,6 +39,8 @@ GRACE_SECONDS = 1.5
 #: how much of the time states of workers may take on their way to the driver, and how long they are waited for at first
 STATES_SHARE = 0.02
 STATES_SECONDS = 10.0
+#: how much of the time that an interrupted run has left is for saving what there is
+SAVE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ class Driver:
         ending = frozenset(self._living)  # who ends from now on has not died of anything
         for name in ending:
             self._outbox.send(name, control.End())
-        deadline = time.monotonic() + 4 * GRACE_SECONDS
+        deadline = time.monotonic() + min(4 * GRACE_SECONDS, self._observer.seconds_left() / 2)
         while not ending <= self._said_bye and time.monotonic() < deadline:
             self._turn(0.1)
         self._outcome.lost = frozenset(self._nodes) - ending
@@ -247,7 +249,8 @@ class Driver:
             self._watch()
             self._tell_evaluations()
             self._admit()
-            if self._saving is not None and self._census.is_over(time.monotonic()):
+            hurried = self._observer.seconds_left() < SAVE_SECONDS
+            if self._saving is not None and (hurried or self._census.is_over(time.monotonic())):
                 self._save_at_last()
             late = f"{limit:g} s have passed" if time.monotonic() > deadline else None
             if not self._stopping and (reason := self._observer.stop_requested() or late):
@@ -523,4 +526,6 @@ def _error(node: str, kind: str, text: str, told: str) -> TetherError:
     known = getattr(errors, kind, None)
     if isinstance(known, type) and issubclass(known, TetherError):
         return known(text if text.startswith(node) else f"{node}: {text}")
-    return TaskError(f"{node}: {kind}: {text}\n{told}")
+    error = errors.internal(f"{kind}: {text}", node)
+    error.add_note(f"in {node}:\n{told}")
+    return error

@@ -359,8 +359,8 @@ class _Place:
             self.simulation.observer.evaluate(effect, weights, self.simulation.now)
         for place in self.simulation.living():
             place.observe()
-        if not effect.final and (reason := self.simulation.observer.stop_requested()):
-            self.simulation.request_stop(reason)
+        if not effect.final:
+            self.simulation.stop_if_requested(again=True)
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         workers = {
@@ -403,6 +403,7 @@ class Simulation:
         self.reason: str | None = None
         #: who ended the run
         self.finisher = ""
+        self._stopping = False
         #: the vector of all nodes, if they have one
         self.shared: Shared | None = None
         model_bytes = settings.model_bytes
@@ -463,6 +464,12 @@ class Simulation:
         """The nodes that have not died."""
         return [place for place in self._places.values() if place.died_at is None]
 
+    def stop_if_requested(self, again: bool = False) -> None:
+        """Ask the observer whether the run shall end; `again`: whoever has come since must be told too."""
+        if (again or not self._stopping) and (reason := self.observer.stop_requested()):
+            self._stopping = True
+            self.request_stop(reason)
+
     def request_stop(self, reason: str) -> None:
         """Tell the joint node, or everybody where none is special."""
         for name, place in self._places.items():
@@ -520,6 +527,7 @@ class Simulation:
         steps = place.interpreter.meter.steps
         if steps % self._report_every == 0:
             self.observer.meter(place.interpreter.meter, self.now)
+        self.stop_if_requested()
         for fault in self._by_step:
             if fault.step == steps and fault.node == place.node.name:
                 self.at(self.now, self._strike, fault)

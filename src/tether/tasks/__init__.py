@@ -6,12 +6,14 @@ for, documents them; types and defaults come from the constructor itself.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib.util
 import inspect
 import sys
 import traceback
 import types
+from contextvars import ContextVar
 from pathlib import Path
 
 import cloudpickle
@@ -25,7 +27,7 @@ from tether.tasks.digits import Digits
 from tether.tasks.fashion import Fashion
 from tether.tasks.text import Text
 
-__all__ = ["find", "known", "load", "options"]
+__all__ = ["find", "known", "load", "not_while_importing", "options"]
 
 
 def known() -> dict[str, type[Task]]:
@@ -88,12 +90,31 @@ def _class_in_file(spec: str) -> type[Task]:
     raise UsageError(f"{name} {what}. {have}")
 
 
+#: the file that is being imported, in this thread
+_importing: ContextVar[Path | None] = ContextVar("importing", default=None)
+#: what was made of each file, as long as it does not change
+_imported: dict[Path, tuple[tuple[int, int], types.ModuleType]] = {}
+
+
+class _Reached(BaseException):
+    """A file has come to a run of its own; no business of any `except` in it."""
+
+
+def not_while_importing() -> None:
+    """End the import of a task's file: whoever names a task in it wants that trained, and not what the file runs."""
+    if _importing.get() is not None:
+        raise _Reached
+
+
 def _import(path: Path) -> types.ModuleType:
-    """Run a file as a module of its own.
+    """Run a file as a module of its own, once, as far as the first run that it starts itself.
 
     As with `python file.py`, it may import modules beside it. They and the file itself are pickled by value, so other
     processes and machines need neither.
     """
+    version = (path.stat().st_mtime_ns, path.stat().st_size)
+    if path in _imported and _imported[path][0] == version:
+        return _imported[path][1]
     name = f"tether_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -103,22 +124,45 @@ def _import(path: Path) -> types.ModuleType:
         sys.path.insert(0, str(path.parent))
     before = set(sys.modules)
     sys.modules[name] = module
+    token = _importing.set(path)
     try:
         spec.loader.exec_module(module)
+    except _Reached as reached:
+        if (below := _defined_below(path, line := _lines(reached, path)[0])) is not None:
+            del sys.modules[name]
+            raise UsageError(
+                f"{path}:{line} starts a run, above the definition of {below}: put what the file runs by itself "
+                "under 'if __name__ == \"__main__\":' at its end"
+            ) from None
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise UsageError(f"{path} could not be imported: {_describe(error, path)}") from error
+    finally:
+        _importing.reset(token)
     for other in [sys.modules[n] for n in set(sys.modules) - before] + [module]:
         file = getattr(other, "__file__", None)
         if file and Path(file).parent == path.parent:
             cloudpickle.register_pickle_by_value(other)
+    _imported[path] = version, module
     return module
+
+
+def _defined_below(path: Path, line: int) -> str | None:
+    """The first function or class that a file defines below a line."""
+    found = (node for node in ast.parse(path.read_bytes()).body if node.lineno > line)
+    return next((node.name for node in found if isinstance(node, ast.FunctionDef | ast.ClassDef)), None)
+
+
+def _lines(error: BaseException, path: Path) -> list[int]:
+    """The lines of a file that an exception has passed, the outermost first."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame.lineno for frame in frames if frame.filename == str(path) and frame.lineno is not None]
 
 
 def _describe(error: BaseException, path: Path) -> str:
     """The exception and the line of the user's file that it came from."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    if isinstance(error, SyntaxError) and error.filename == str(path):
+    lines = _lines(error, path)
+    if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno is not None:
         lines = [error.lineno]
     where = f" (line {lines[-1]})" if lines else ""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
