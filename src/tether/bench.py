@@ -24,7 +24,7 @@ from tether.run import run
 from tether.runtimes.base import Outcome
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
-from tether.swarm import Scenario, simulate
+from tether.swarm import simulate
 from tether.task import Batches, SyntheticTask, Task
 
 
@@ -204,7 +204,7 @@ def utilization(data: Path | None = None, workers: int = 4, steps: int = 1500, r
 
 def _simulated(protocol: Options, sim: Sim, steps: int) -> Outcome:
     task = SyntheticTask(parameters=16, rate=0.01)
-    return simulate(Scenario(0, task, protocol, sim, Request(steps=steps, trace=False)))
+    return simulate(task, protocol, sim, Request(steps=steps, trace=False))
 
 
 def _staleness(outcome: Outcome) -> Counter[int]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shlex
 import signal
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +34,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+#: how often a long command tells how far it is
+TOLD_EVERY_SECONDS = 5.0
+#: of how many runs of the swarm that went wrong a smaller scenario is looked for
+SHRUNK_MAX = 3
 
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True)
@@ -208,32 +215,41 @@ def swarm_(
     seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 200,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Only this seed, told in full.")] = None,
+    scenario: Annotated[
+        Path | None, typer.Option(help="Only the run in this JSON file, as printed for a run that failed.")
+    ] = None,
     protocol: Annotated[str | None, typer.Option("--protocol", "-p", help="Only this protocol.")] = None,
     plant: Annotated[str | None, typer.Option(help="Plant a bug that must be found: drop loses one message.")] = None,
 ) -> None:
-    """Simulate many runs with random clusters and faults; every one must end and keep its invariants."""
+    """Simulate many runs with random clusters and faults; every one must reach its goal and keep its invariants."""
     if protocol is not None:
         _protocol_class(protocol)
+    tally = swarm.Tally()
+    alone = seed is not None or scenario is not None
     chosen = range(seed, seed + 1) if seed is not None else range(first, first + seeds)
-    seen: dict[str, int] = {}
-    events = 0
+    told_at = time.monotonic()
 
     def each(verdict: swarm.Verdict) -> None:
-        nonlocal events
-        events += verdict.events
-        name = verdict.scenario.protocol.name
-        seen[name] = seen.get(name, 0) + 1
-        if verdict.error or seed is not None:
-            again = f"tether swarm --seed {verdict.seed}" + (f" --protocol {protocol}" if protocol else "")
-            again += f" --plant {plant}" if plant else ""
+        nonlocal told_at
+        tally.add(verdict)
+        if alone or verdict.error:
             _out.print(f"seed {verdict.seed}: {verdict.scenario}", highlight=False, markup=False)
-            _out.print(f"  {verdict.error or 'ends, no invariant broken'}", highlight=False, markup=False)
-            if verdict.error:
-                _out.print(f"  again: {again}", highlight=False, markup=False)
+            _out.print(f"  {verdict.error or 'reaches its goal, no invariant broken'}", highlight=False, markup=False)
+        if time.monotonic() - told_at >= TOLD_EVERY_SECONDS:
+            told_at = time.monotonic()
+            _err.print(f"{tally.runs} of {len(chosen)} runs, {tally.failures} wrong", highlight=False)
 
-    wrong = swarm.swarm(chosen, protocol, plant, each)
-    told = ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
-    _out.print(f"{len(chosen)} runs ({told}), {events} events: {len(wrong)} wrong", highlight=False)
+    if scenario is not None:
+        each(verdict := swarm.judge(swarm.Scenario.load(scenario)))
+        wrong = [verdict] if verdict.error else []
+    else:
+        wrong = swarm.swarm(chosen, protocol, plant, each, processes=1 if len(chosen) < 100 else os.cpu_count() or 1)
+    _out.print(tally.table())
+    for verdict in wrong[:SHRUNK_MAX]:
+        small = swarm.shrink(verdict)
+        _out.print(f"seed {verdict.seed}, smaller: {small.error}", highlight=False, markup=False)
+        _out.print("keep this file, 'tether swarm --scenario FILE' runs it again:", highlight=False)
+        print(small.scenario.dump())
     if wrong:
         raise typer.Exit(1)
 

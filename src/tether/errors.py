@@ -5,7 +5,7 @@ TetherError
 |   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar
 |       +-- Diverged    losses, gradients or weights are not finite any more
 +-- RunError            a run that started properly ended badly
-|   +-- NodesLost       no worker is left, or the hub has died: it can go on from its last backup
+|   +-- NodesLost       no worker is left, or the hub has died: it can resume from its last checkpoint
 |   +-- Stalled         nothing can happen any more although the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
 +-- WireError           a message that is malformed, too large or of an unknown type
@@ -39,6 +39,10 @@ class RunError(TetherError):
 
 class NodesLost(RunError):
     """Nodes have died without which the run cannot go on."""
+
+    #: when that was, as the simulator tells
+    seconds = 0.0
+    events = 0
 
 
 class Stalled(RunError):

@@ -279,9 +279,10 @@ class Checkpoint(Effect, frozen=True):
 
 
 class Fail(Effect, frozen=True):
-    """This node cannot take part: the run ends with this error."""
+    """This node cannot take part: the run ends with this error. `lost`: it can resume from its last checkpoint."""
 
     reason: str
+    lost: bool = False
 
 
 class Finish(Effect, frozen=True):
@@ -394,6 +395,11 @@ class Seat:
     def workers(self) -> tuple[str, ...]:
         """The nodes that compute gradients."""
         return tuple(node.name for node in self.nodes if node.computes)
+
+    @property
+    def joins_late(self) -> bool:
+        """The node was not there when the run began: it succeeds another, or is one more."""
+        return all(node.name != self.node.name for node in self.nodes)
 
 
 class Machine(Protocol):

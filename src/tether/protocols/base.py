@@ -146,7 +146,7 @@ class Pace:
         if now - self._saved_at >= self.schedule.checkpoint_seconds:
             self._saved_at = now
             effects.append(Checkpoint(self.step, self.samples, self.state()))
-        return effects + self._serve() if self.ledger.late_is_due else effects
+        return effects + self.deal_late()
 
     def tally(self, gradients: int, workers: int) -> None:
         """As `advance`, but nothing follows from it."""
@@ -211,6 +211,10 @@ class Pace:
             case Returned(batches=batches):
                 self.ledger.take_back(worker, batches)
         return self._serve()
+
+    def deal_late(self) -> list[Effect]:
+        """If nothing else is left, deal what dead workers had and may still have sent."""
+        return self._serve() if self.ledger.late_is_due else []
 
     def _serve(self) -> list[Effect]:
         """Deal to whoever waits; if nothing is left, have the worker with the most give back."""

@@ -713,7 +713,8 @@ class ServerHub:
             self.downcast_to.clear()
         if hard:
             self.waiting[sender] = push.have
-        effects = self._update_if_complete(now)
+        # too few gradients for an update may be all that there are, until those of the dead are dealt
+        effects = self._update_if_complete(now) or self.pace.deal_late()
         self.sum.keep()
         return effects if hard or self.pace.over else [*effects, self._answer(sender, push.have, push=True)]
 

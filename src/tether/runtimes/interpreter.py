@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tether.compress import Compressor, Packed, Stream, unpack
-from tether.errors import UsageError, WireError
+from tether.errors import NodesLost, UsageError, WireError
 from tether.machine import (
     Add,
     Blend,
@@ -257,8 +257,8 @@ class Interpreter:
                 self.host.settle()
                 others = [unpack_tree(part.values, part.tensors) for part in parts]
                 self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state(others))
-            case Fail(reason=reason):
-                raise UsageError(reason)
+            case Fail(reason=reason, lost=lost):
+                raise NodesLost(reason) if lost else UsageError(reason)
             case Finish(reason=reason):
                 self.finished = True
                 self.host.settle()
