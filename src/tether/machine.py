@@ -494,11 +494,16 @@ def change(replica: Replica, effect: Effect) -> bool:
     return True
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 def tensors_of(message: Message) -> list[Tensor]:
     """The tensors in a message: its fields, what tuples and lists of tensors hold, and those of messages inside it."""
     found: list[Tensor] = []
     for name in message.__struct_fields__:
         value = getattr(message, name)
+        if type(value) in _PLAIN:  # most fields are, and isinstance is slow for tensors
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, Message):

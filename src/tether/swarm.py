@@ -288,6 +288,8 @@ class _Keeper(Nobody):
             self.damaged.add(saved.name)
             return
         found = self.directory.load_checkpoint()
+        if found is not None and found.samples > effect.samples and not self._plan.joint:
+            return  # a new master of a grid counts what the living know, which may be less than was saved before
         if found is None or (found.samples, digest(found.weights)) != (effect.samples, digest(weights)):
             raise InvariantBroken(f"the checkpoint of step {effect.step} cannot be read again")
 
@@ -312,7 +314,7 @@ def _require_sense(effect: Checkpoint, last: Checkpoint | None, plan: RunPlan) -
     total = sum(stop - start for start, stop in spans)
     if total * plan.task.batch_size != effect.samples or any(a[1] >= b[0] for a, b in itertools.pairwise(spans)):
         raise InvariantBroken(f"{effect.samples} samples count at step {effect.step}, and the mini-batches {spans}")
-    if last is not None and (effect.samples < last.samples or effect.step < last.step):
+    if last is not None and plan.joint and (effect.samples < last.samples or effect.step < last.step):
         raise InvariantBroken(f"a checkpoint of {effect.samples} samples follows one of {last.samples}")
 
 

@@ -293,6 +293,13 @@ class _Place:
         self._observed = 0
         self.observe()
 
+    def restore_random(self, state: dict[str, Any]) -> None:
+        """Draw step times as if the run had never been interrupted; the first worker has the process's generators."""
+        if "step_seconds" in state:
+            self.rng.bit_generator.state = state["step_seconds"]
+        if "python" in state:
+            restore_random(state)
+
     def observe(self) -> None:
         """Take in the evaluations that are new."""
         for metrics in self.simulation.observer.observed()[self._observed :]:
@@ -364,12 +371,15 @@ class _Place:
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         workers = {
-            place.node.index: replica_state if place is self else place.interpreter.replica.state()
+            place.node.index: {
+                **(replica_state if place is self else place.interpreter.replica.state()),
+                "random": {"step_seconds": place.rng.bit_generator.state},
+            }
             for place in self.simulation.living()
             if place.node.computes
         }
         if workers:  # all draw from the generators of this process: the first has their state
-            workers[min(workers)]["random"] = random_state()
+            workers[min(workers)]["random"] |= random_state()
         states = NodeStates({} if self.node.computes else replica_state, workers)
         self.simulation.observer.checkpoint(effect, weights, states, self.simulation.now)
 
@@ -429,7 +439,7 @@ class Simulation:
             state = plan.state_of(place.node)
             place.interpreter.replica.restore(state)
             if "random" in state:
-                restore_random(state["random"])
+                place.restore_random(state["random"])
         self._interfaces: dict[str, _Interface] = {}
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
