@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tether import accuracy, allreduce, comparison, exchanges, scaleup, survival, tasks
+from tether import accuracy, allreduce, comparison, exchanges, scaleup, tasks
 from tether.cells import Report
 from tether.errors import unknown
 from tether.learner import build_model
@@ -225,7 +225,6 @@ def named(name: str) -> Callable[..., Report]:
         "mpca": comparison.mpca,
         "scaleup": scaleup.scaleup,
         "scaling": comparison.scaling,
-        "survival": survival.survival,
         "table2": comparison.table2,
         "utilization": utilization,
     }

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tether import bench, protocols, report, settings, study, swarm, tasks, tune
+from tether import bench, chaos, protocols, report, settings, study, swarm, tasks, tune
 from tether.errors import TetherError, UsageError, unknown
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
@@ -254,13 +254,37 @@ def swarm_(
         raise typer.Exit(1)
 
 
+@app.command("chaos")
+def chaos_(
+    kills: Annotated[int, typer.Option(min=1, help="How many faults, each in a run of its own.")] = 20,
+    on: Annotated[str, typer.Option(help="Where the runs are: local or spark.")] = "local",
+    seconds: Annotated[float, typer.Option(help="Begin no further run after so long.")] = 600.0,
+    seed: SeedOption = 0,
+    protocol: Annotated[
+        str | None, typer.Option("--protocol", "-p", help=f"Only this one of {', '.join(chaos.PROTOCOLS)}.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill, stop and starve real processes and damage their files; every run must come to its end nevertheless."""
+
+    def each(survived: chaos.Survived) -> None:
+        blow = survived.blow
+        told = f"{blow.kind} {blow.target} under {blow.protocol}: {survived.outcome}, {survived.seconds:+.1f} s"
+        _err.print(f"{told}{'; ' if survived.fault else ''}{survived.fault}", highlight=False, markup=False)
+
+    outcome = chaos.chaos(kills, on, seconds, seed, protocol, each)
+    _show_report(outcome, as_json)
+    if outcome["faults"]:
+        raise typer.Exit(1)
+
+
 @app.command("bench")
 def bench_(
     name: Annotated[
         str,
         typer.Argument(
             metavar="NAME",
-            help="accuracy, allreduce, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, survival, "
+            help="accuracy, allreduce, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, "
             "table2 or utilization.",
         ),
     ],
@@ -295,16 +319,7 @@ def bench_(
     options = {option: value for option, value in given.items() if value is not None}
     if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
         raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")
-    outcome = measure(**options)
-    if as_json:
-        print(json.dumps(outcome))
-        return
-    table = Table(*(name.replace("_", " ") for name in outcome["rows"][0]))
-    for row in outcome["rows"]:
-        table.add_row(*(_text(value) for value in row.values()))
-    _out.print(table)
-    for ratio, value in outcome["ratios"].items():
-        _out.print(f"{ratio}: {'none' if value is None else f'{value:.4f}'}", highlight=False)
+    _show_report(measure(**options), as_json)
 
 
 @app.command("study")
@@ -508,6 +523,18 @@ def _runtime(on: str, workers: int | None, master: str | None, protocol: Options
     if master is not None:
         raise UsageError("--master: only a Spark cluster has that; add --on spark")
     return Local(workers=count)
+
+
+def _show_report(outcome: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(outcome))
+        return
+    table = Table(*(name.replace("_", " ") for name in outcome["rows"][0]))
+    for row in outcome["rows"]:
+        table.add_row(*(_text(value) for value in row.values()))
+    _out.print(table)
+    for ratio, value in outcome["ratios"].items():
+        _out.print(f"{ratio}: {'none' if value is None else f'{value:.4f}'}", highlight=False)
 
 
 def _show(result: Result, as_json: bool) -> None:
