@@ -557,11 +557,20 @@ def _show(result: Result, as_json: bool) -> None:
             if (skipped := figures["gradients_skipped"])
             else {}
         ),
+        **(
+            {"refused": f"gradients by the guard: {refused}"}
+            if (refused := _counts(figures["gradients_refused"]))
+            else {}
+        ),
         **({"warning": figures["warning"]} if figures["warning"] else {}),
         "run": figures["run"],
     }.items():
         table.add_row(name, value)
     _out.print(table)
+
+
+def _counts(by_name: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in by_name.items())
 
 
 def _compressed(figures: dict[str, Any]) -> str:

@@ -432,6 +432,8 @@ class Replica(Protocol):
     load_seconds: float
     #: how many gradients were not finite, and are zero therefore
     skipped: int
+    #: how many were far longer than is usual here, and are zero therefore
+    refused: int
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         """Say which mini-batch the next `compute` takes, which ones follow, and how far the run is."""

@@ -188,6 +188,7 @@ class Interpreter:
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
                 self.meter.gradients_skipped = self.replica.skipped
+                self.meter.gradients_refused = self.replica.refused
                 if not self.host.virtual:
                     self.meter.load_seconds = self.replica.load_seconds
                 self.tracer.span("compute", "gradient", now - seconds, now)
