@@ -12,33 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
-from tether.machine import Checkpoint, Compute, Effect, Event, Node, Replica
+from tether.machine import Checkpoint
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
 from tether.rundir import Restored
 from tether.runtimes.base import NodeStates, Outcome
-from tether.runtimes.interpreter import Recorder
-from tether.swarm import Nobody, draw, judge
+from tether.swarm import Census, Nobody, draw, judge
 from tether.task import SyntheticTask
 
 SAMPLES = 240
-
-
-class Census(RunPlan):
-    """A plan that notes which mini-batches every node begins."""
-
-    def recorder(self, node: Node, replica: Replica) -> Recorder:
-        begun = self.begun.setdefault(node.name, [])
-
-        def listen(event: Event, now: float, effects: list[Effect]) -> None:
-            begun.extend(effect.batch for effect in effects if isinstance(effect, Compute))
-
-        return listen
-
-    @property
-    def begun(self) -> dict[str, list[int]]:
-        return vars(self).setdefault("_begun", {})
 
 
 class Keeper(Nobody):

@@ -241,7 +241,7 @@ def _described(options: Options) -> dict[str, Any]:
 # ---- a run and what is checked in it ----
 
 
-class _Census(RunPlan):
+class Census(RunPlan):
     """A plan that listens to which mini-batches each node begins."""
 
     def recorder(self, node: Node, replica: Replica) -> Recorder | None:
@@ -318,7 +318,7 @@ def _require_sense(effect: Checkpoint, last: Checkpoint | None, plan: RunPlan) -
         raise InvariantBroken(f"a checkpoint of {effect.samples} samples follows one of {last.samples}")
 
 
-def _require_census(plan: _Census, keeper: _Keeper) -> None:
+def _require_census(plan: Census, keeper: _Keeper) -> None:
     """Every mini-batch that counts was made, none by two that live, and none that counted before."""
     before = {batch for start, stop in plan.schedule.counted for batch in range(start, stop)}
     begun = Counter(b for name, batches in plan.begun.items() for b in batches)
@@ -345,7 +345,7 @@ def play(scenario: Scenario, directory: Path) -> tuple[Outcome, Verdict]:
     for part in itertools.count():
         nodes = {node.name for node in options.nodes(scenario.workers(part))}
         sim = scenario.sim(part, nodal.after(began, nodes) if part else nodal)
-        plan = _Census(**vars(RunPlan.make(task, options, sim, request, restored)))
+        plan = Census(**vars(RunPlan.make(task, options, sim, request, restored)))
         keeper = _Keeper(kept, disk, plan, began)
         keeper.damaged = damaged
         try:
@@ -381,7 +381,7 @@ def judge(scenario: Scenario) -> Verdict:
     # memory rather than a disk: checkpoints are written through to the disk, which would take most of the time
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     try:
-        with tempfile.TemporaryDirectory(prefix="tether-swarm-", dir=memory) as directory:
+        with tempfile.TemporaryDirectory(prefix="swarm-", dir=memory) as directory:
             outcome, verdict = play(scenario, Path(directory) / "one")
             if scenario.seed % 10 == 0:
                 again, _ = play(scenario, Path(directory) / "two")
