@@ -106,7 +106,7 @@ class Survived:
     error: float = math.nan
     fault: str = ""
     processes_left: int = 0
-    files_left: int = 0
+    files_left: tuple[str, ...] = ()
 
 
 def schedule(kills: int, seed: int, on: str, protocol: str | None) -> list[Blow]:
@@ -165,9 +165,10 @@ def chaos(
                 default=math.nan,
             ),
             "processes left": float(sum(one.processes_left for one in found)),
-            "files left": float(sum(one.files_left for one in found)),
+            "files left": float(sum(len(one.files_left) for one in found)),
             "descriptors left": float(len(os.listdir("/proc/self/fd")) - descriptors),
         },
+        "files": [f"{name} after {one.blow.kind} {one.blow.target}" for one in found for name in one.files_left],
         "faults": [
             f"{one.blow.kind} {one.blow.target} under {one.blow.protocol}: {one.fault}" for one in found if one.fault
         ],
@@ -316,7 +317,7 @@ def strike(blow: Blow, on: str, whole: Ended) -> Survived:
             seconds, left = seconds + ended.seconds, left + again.left(END_SECONDS)
             again.kill()
             outcome = ("hung, " if hung else "") + ("resumed" if ended.status == 0 else "failed")
-        files = len(set(_shared_files()) - shared) + len(list((place / "tmp").glob("tether*")))
+        files = (*sorted(set(_shared_files()) - shared), *(path.name for path in (place / "tmp").glob("tether*")))
         unnoticed = damaged is not None and damaged in _resumed_at(place / "run")
     error = ended.error if ended.status == 0 else math.nan
     fault = fault_of(ended, whole, hung=hung, left=left, unnoticed=unnoticed)
