@@ -295,11 +295,13 @@ def test_a_recorded_run_is_replayed(tether: Callable[[str], Said]) -> None:
 
 
 def test_the_swarm_is_clean_and_finds_a_planted_bug_that_its_seed_repeats(tether: Callable[[str], Said]) -> None:
-    assert "10 runs" in tether("swarm --seeds 10").out
-    said = tether("swarm --seeds 4 --protocol averaging --plant drop")
-    assert said.status == 1
-    again = next(line for line in said.out.splitlines() if "again:" in line).partition("tether ")[2]
-    once, twice = tether(again), tether(again)
+    fine = tether("swarm --seeds 10")
+    assert fine.status == 0 and "failures" in fine.out and "server" in fine.out
+    said = tether("swarm --first 7 --seeds 3 --protocol averaging --plant drop")
+    assert said.status == 1 and "Stalled" in said.out
+    scenario = said.out[said.out.index("{") : said.out.index("\n}\n") + 3]
+    Path("failing.json").write_text(scenario)
+    once, twice = tether("swarm --scenario failing.json"), tether("swarm --scenario failing.json")
     assert once.status == 1 and "Stalled" in once.out
     assert once.out == twice.out
 

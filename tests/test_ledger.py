@@ -6,39 +6,22 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
 from tether.checkpoint import Restored
-from tether.machine import Checkpoint, Compute, Effect, Event, Node, Replica
+from tether.machine import Checkpoint
 from tether.plan import Request, RunPlan
 from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
 from tether.runtimes.base import NodeStates, Outcome
-from tether.runtimes.interpreter import Recorder
-from tether.swarm import Nobody, draw
+from tether.swarm import Census, Nobody, draw, judge
 from tether.task import SyntheticTask
 
 SAMPLES = 240
-
-
-class Census(RunPlan):
-    """A plan that notes which mini-batches every node begins."""
-
-    def recorder(self, node: Node, replica: Replica) -> Recorder:
-        begun = self.begun.setdefault(node.name, [])
-
-        def listen(event: Event, now: float, effects: list[Effect]) -> None:
-            begun.extend(effect.batch for effect in effects if isinstance(effect, Compute))
-
-        return listen
-
-    @property
-    def begun(self) -> dict[str, list[int]]:
-        return vars(self).setdefault("_begun", {})
 
 
 class Keeper(Nobody):
@@ -132,29 +115,8 @@ def test_a_resume_repeats_no_sample_and_leaves_none_out(options: Options, worker
 @pytest.mark.parametrize("block", range(4))
 def test_every_sample_counts_once_in_any_schedule_of_faults(name: str, block: int) -> None:
     for seed in range(15 * block, 15 * (block + 1)):
-        census(name, seed)
-
-
-def census(name: str, seed: int) -> None:
-    """The run of a seed, with a goal in epochs, and one that is resumed from its middle."""
-    scenario = draw(seed, name)
-    workers = scenario.sim.workers
-    task = SyntheticTask(parameters=5, samples=scenario.request.steps * workers)
-    request = Request(epochs=1, seed=seed, checkpoint_seconds=1.0, trace=False)
-    keepers: list[Restored] = []
-    before: set[int] = set()
-    rng = np.random.default_rng(seed)
-    for faults in (scenario.sim.faults, Faults()):
-        restored = keepers[int(rng.integers(len(keepers)))] if keepers else None
-        sim = replace(scenario.sim, faults=faults)
-        plan = Census(**vars(RunPlan.make(task, scenario.protocol, sim, request, restored)))
-        keeper = Keeper()
-        outcome = sim.execute(plan, keeper)
-        before = counted(restored) if restored is not None else set()
-        check(plan, keeper, outcome, before)
-        keepers = keeper.kept[:-1]
-        if not keepers:
-            return
+        scenario = msgspec.structs.replace(draw(seed, name), shared=True)
+        assert judge(scenario).error == "", str(scenario)
 
 
 @given(st.lists(st.integers(0, 40), unique=True))

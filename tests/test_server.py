@@ -43,7 +43,7 @@ from tether.plan import Request, RunPlan
 from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
 from tether.protocols.server import UNANSWERED_MAX
 from tether.runtimes.base import Outcome
-from tether.swarm import Nobody, Scenario, simulate
+from tether.swarm import Nobody, simulate
 from tether.task import SyntheticTask
 
 ZEROS = [0.0, 0.0]
@@ -864,7 +864,7 @@ def test_there_are_no_more_parts_than_learners() -> None:
 
 def simulated(options: Server, workers: int, steps: int, **cluster: Any) -> Outcome:
     sim = Sim(workers=workers, checked=False, **cluster)
-    return simulate(Scenario(0, SyntheticTask(parameters=8), options, sim, Request(steps=steps, trace=False)))
+    return simulate(SyntheticTask(parameters=8), options, sim, Request(steps=steps, trace=False))
 
 
 def test_rudra_figure_4_the_average_staleness_of_n_softsync_is_n_and_hardly_ever_above_2n() -> None:
@@ -908,9 +908,7 @@ def test_a_successor_under_an_aggregator_that_knows_less_than_the_hub_does_no_ha
     faults = Faults().slow("worker-1", 100).restart("worker-0", at=0.35, seconds=0.01).crash("worker-1", at=0.45)
     sim = Sim(workers=4, step_seconds=0.1, faults=faults)
     request = Request(steps=30, seed=seed, trace=False)
-    assert simulate(Scenario(seed, SyntheticTask(parameters=4), HARD_TREE, sim, request)).reason.startswith(
-        "all steps made"
-    )
+    assert simulate(SyntheticTask(parameters=4), HARD_TREE, sim, request).reason.startswith("all steps made")
 
 
 def test_a_newcomer_is_not_given_weights_of_a_round_that_is_over() -> None:

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether import Averaging, Faults, Server, Sim, Single, StepTime
-from tether.errors import InvariantBroken, RunError, Stalled, UsageError
+from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
+from tether.errors import InvariantBroken, NodesLost, RunError, Stalled, UsageError
 from tether.machine import (
     CancelTimer,
     Compute,
@@ -407,6 +407,29 @@ def test_a_cut_link_holds_messages_in_their_order_and_leaves_others_alone() -> N
     assert [now for now, _ in arrivals(logs["c"])] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=1e-5)
 
 
+def test_a_one_way_cut_holds_messages_in_one_direction_only() -> None:
+    sim = replace(FAST_LINK, faults=Faults().cut("a", "b", at=1.5, seconds=2.0, one_way=True))
+    logs = perform({"a": every_second("b", until=4), "b": every_second("a", until=4)}, sim)
+    assert [now for now, _ in arrivals(logs["b"])] == pytest.approx([1.0, 3.5, 3.5, 4.0], abs=1e-5)
+    assert [now for now, _ in arrivals(logs["a"])] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=1e-5)
+
+
+def test_a_delay_makes_messages_late_that_are_sent_while_it_lasts_and_keeps_their_order() -> None:
+    sim = replace(FAST_LINK, faults=Faults().delay("b", 1.7, at=1.5, seconds=1.0))
+    logs = perform({"a": every_second("b", "c", until=4), "b": idle, "c": idle}, sim)
+    assert [now for now, _ in arrivals(logs["b"])] == pytest.approx([1.0, 3.7, 3.7, 4.0], abs=1e-5)
+    assert [number for _, number in arrivals(logs["b"])] == [1, 2, 3, 4]
+    assert [now for now, _ in arrivals(logs["c"])] == pytest.approx([1.0, 2.0, 3.0, 4.0], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "protocol", [Server(), Server(topology="tree"), Averaging(tau=2), Elastic(), Mpca(), Grid()], ids=str
+)
+def test_a_worker_that_was_not_there_at_the_start_takes_part(protocol: Options) -> None:
+    outcome = simulate(Sim(workers=2, faults=Faults().join("worker-2", at=0.5)), protocol, steps=40)
+    assert outcome.meters["worker-2"].steps > 10
+
+
 @pytest.mark.parametrize(
     "faults",
     [
@@ -429,8 +452,11 @@ def test_whatever_faults_overlap_messages_stay_in_order_and_none_is_lost() -> No
         faults = Faults()
         for _ in range(rng.randint(2, 5)):
             at, seconds = rng.randint(0, 16) / 2, rng.randint(1, 10) / 2
-            if rng.random() < 0.5:
-                faults = faults.cut("a", "b", at=at, seconds=seconds)
+            kind = rng.choice(["cut", "one way", "delay", "pause"])
+            if kind in ("cut", "one way"):
+                faults = faults.cut("a", "b", at=at, seconds=seconds, one_way=kind == "one way")
+            elif kind == "delay":
+                faults = faults.delay(rng.choice("ab"), rng.randint(1, 6) / 2, at=at, seconds=seconds)
             else:
                 faults = faults.pause(rng.choice("ab"), at=at, seconds=seconds)
         logs = perform({"a": every_second("b", until=9), "b": idle}, replace(FAST_LINK, faults=faults))
@@ -462,13 +488,15 @@ def test_a_fault_without_a_moment_or_of_a_stranger_is_refused() -> None:
     for faults in (Faults().crash("worker-9", at=1.0), Faults().cut("worker-0", "bub", at=0.0, seconds=1.0)):
         with pytest.raises(UsageError, match=r"a fault names the node '(worker-9|bub)'; this run has hub, worker-0"):
             simulate(Sim(workers=1, faults=faults), Server())
+    with pytest.raises(UsageError, match="a disk-full needs a disk"):
+        simulate(Sim(workers=1, faults=Faults().disk(at=1.0, seconds=1.0)), Server())
 
 
 def test_the_death_of_the_joint_node_or_of_the_last_worker_ends_the_run_with_its_cause() -> None:
-    with pytest.raises(RunError, match=r"hub, which holds the joint model, died at 0\.35 s"):
+    with pytest.raises(NodesLost, match=r"hub, which holds the joint model, died at 0\.35 s"):
         simulate(Sim(workers=2, faults=Faults().crash("hub", at=0.35)), Server())
     everybody = Faults().crash("worker-0", at=0.2).crash("worker-1", at=0.3)
-    with pytest.raises(RunError, match=r"no worker is left: worker-1 was the last and died at 0\.3 s"):
+    with pytest.raises(NodesLost, match=r"no worker is left: worker-1 was the last and died at 0\.3 s"):
         simulate(Sim(workers=2, faults=everybody), Server())
 
 

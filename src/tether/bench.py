@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tether import accuracy, allreduce, comparison, exchanges, scaleup, survival, tasks
+from tether import accuracy, allreduce, comparison, exchanges, scaleup, tasks
 from tether.cells import Report
 from tether.errors import unknown
 from tether.learner import build_model
@@ -25,7 +25,7 @@ from tether.run import run
 from tether.runtimes.base import Outcome
 from tether.runtimes.local import Local
 from tether.runtimes.sim import Sim, StepTime
-from tether.swarm import Scenario, simulate
+from tether.swarm import simulate
 from tether.task import Batches, SyntheticTask, Task
 
 
@@ -266,7 +266,7 @@ def checkpoint(megabytes: int = 100, seconds: float = 100, rounds: int = 3) -> R
 
 def _simulated(protocol: Options, sim: Sim, steps: int) -> Outcome:
     task = SyntheticTask(parameters=16, rate=0.01)
-    return simulate(Scenario(0, task, protocol, sim, Request(steps=steps, trace=False)))
+    return simulate(task, protocol, sim, Request(steps=steps, trace=False))
 
 
 def _staleness(outcome: Outcome) -> Counter[int]:
@@ -288,7 +288,6 @@ def named(name: str) -> Callable[..., Report]:
         "mpca": comparison.mpca,
         "scaleup": scaleup.scaleup,
         "scaling": comparison.scaling,
-        "survival": survival.survival,
         "table2": comparison.table2,
         "utilization": utilization,
     }

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import shlex
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tether import bench, protocols, report, settings, study, swarm, tasks, tune
+from tether import bench, chaos, protocols, report, settings, study, swarm, tasks, tune
 from tether.errors import InternalError, Interrupted, TetherError, UsageError, own_faults, unknown
 from tether.protocols import Averaging, Options, Server, Single
 from tether.run import Result, replay_recorded, resume, run
@@ -35,6 +37,11 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+#: how often a long command tells how far it is
+TOLD_EVERY_SECONDS = 5.0
+#: of how many runs of the swarm that went wrong a smaller scenario is looked for
+SHRUNK_MAX = 3
 
 _out = Console(soft_wrap=True)
 _err = Console(stderr=True, soft_wrap=True)
@@ -213,33 +220,66 @@ def swarm_(
     seeds: Annotated[int, typer.Option(min=1, help="How many runs.")] = 200,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Only this seed, told in full.")] = None,
+    scenario: Annotated[
+        Path | None, typer.Option(help="Only the run in this JSON file, as printed for a run that failed.")
+    ] = None,
     protocol: Annotated[str | None, typer.Option("--protocol", "-p", help="Only this protocol.")] = None,
     plant: Annotated[str | None, typer.Option(help="Plant a bug that must be found: drop loses one message.")] = None,
 ) -> None:
-    """Simulate many runs with random clusters and faults; every one must end and keep its invariants."""
+    """Simulate many runs with random clusters and faults; every one must reach its goal and keep its invariants."""
     if protocol is not None:
         _protocol_class(protocol)
+    tally = swarm.Tally()
+    alone = seed is not None or scenario is not None
     chosen = range(seed, seed + 1) if seed is not None else range(first, first + seeds)
-    seen: dict[str, int] = {}
-    events = 0
+    told_at = time.monotonic()
 
     def each(verdict: swarm.Verdict) -> None:
-        nonlocal events
-        events += verdict.events
-        name = verdict.scenario.protocol.name
-        seen[name] = seen.get(name, 0) + 1
-        if verdict.error or seed is not None:
-            again = f"tether swarm --seed {verdict.seed}" + (f" --protocol {protocol}" if protocol else "")
-            again += f" --plant {plant}" if plant else ""
+        nonlocal told_at
+        tally.add(verdict)
+        if alone or verdict.error:
             _out.print(f"seed {verdict.seed}: {verdict.scenario}", highlight=False, markup=False)
-            _out.print(f"  {verdict.error or 'ends, no invariant broken'}", highlight=False, markup=False)
-            if verdict.error:
-                _out.print(f"  again: {again}", highlight=False, markup=False)
+            _out.print(f"  {verdict.error or 'reaches its goal, no invariant broken'}", highlight=False, markup=False)
+        if time.monotonic() - told_at >= TOLD_EVERY_SECONDS:
+            told_at = time.monotonic()
+            _err.print(f"{tally.runs} of {len(chosen)} runs, {tally.failures} wrong", highlight=False)
 
-    wrong = swarm.swarm(chosen, protocol, plant, each)
-    told = ", ".join(f"{name} {count}" for name, count in sorted(seen.items()))
-    _out.print(f"{len(chosen)} runs ({told}), {events} events: {len(wrong)} wrong", highlight=False)
+    if scenario is not None:
+        each(verdict := swarm.judge(swarm.Scenario.load(scenario)))
+        wrong = [verdict] if verdict.error else []
+    else:
+        wrong = swarm.swarm(chosen, protocol, plant, each, processes=1 if len(chosen) < 100 else os.cpu_count() or 1)
+    _out.print(tally.table())
+    for verdict in wrong[:SHRUNK_MAX]:
+        small = swarm.shrink(verdict)
+        _out.print(f"seed {verdict.seed}, smaller: {small.error}", highlight=False, markup=False)
+        _out.print("keep this file, 'tether swarm --scenario FILE' runs it again:", highlight=False)
+        print(small.scenario.dump())
     if wrong:
+        raise typer.Exit(1)
+
+
+@app.command("chaos")
+def chaos_(
+    kills: Annotated[int, typer.Option(min=1, help="How many faults, each in a run of its own.")] = 20,
+    on: Annotated[str, typer.Option(help="Where the runs are: local or spark.")] = "local",
+    seconds: Annotated[float, typer.Option(help="Begin no further run after so long.")] = 600.0,
+    seed: SeedOption = 0,
+    protocol: Annotated[
+        str | None, typer.Option("--protocol", "-p", help=f"Only this one of {', '.join(chaos.PROTOCOLS)}.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Kill, stop and starve real processes and damage their files; every run must come to its end nevertheless."""
+
+    def each(survived: chaos.Survived) -> None:
+        blow = survived.blow
+        told = f"{blow.kind} {blow.target} under {blow.protocol}: {survived.outcome}, {survived.seconds:+.1f} s"
+        _err.print(f"{told}{'; ' if survived.fault else ''}{survived.fault}", highlight=False, markup=False)
+
+    outcome = chaos.chaos(kills, on, seconds, seed, protocol, each)
+    _show_report(outcome, as_json)
+    if outcome["faults"]:
         raise typer.Exit(1)
 
 
@@ -250,7 +290,7 @@ def bench_(
         typer.Argument(
             metavar="NAME",
             help="accuracy, allreduce, checkpoint, cycles, grid, mpca, overhead, rudra, scaleup, scaling, sim, spark, "
-            "survival, table2 or utilization.",
+            "table2 or utilization.",
         ),
     ],
     task: Annotated[str | None, typer.Option(help="overhead: the task; fashion unless given. cycles: several.")] = None,
@@ -286,16 +326,7 @@ def bench_(
     options = {option: value for option, value in given.items() if value is not None}
     if foreign := sorted(options.keys() - inspect.signature(measure).parameters):
         raise UsageError(f"benchmark {name!r} has no option --{foreign[0]}")
-    outcome = measure(**options)
-    if as_json:
-        print(json.dumps(outcome))
-        return
-    table = Table(*(name.replace("_", " ") for name in outcome["rows"][0]))
-    for row in outcome["rows"]:
-        table.add_row(*(_text(value) for value in row.values()))
-    _out.print(table)
-    for ratio, value in outcome["ratios"].items():
-        _out.print(f"{ratio}: {'none' if value is None else f'{value:.4f}'}", highlight=False)
+    _show_report(measure(**options), as_json)
 
 
 @app.command("study")
@@ -513,6 +544,18 @@ def _told_when_interrupted(as_json: bool) -> Iterator[None]:
         raise typer.Exit(130) from None
 
 
+def _show_report(outcome: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(outcome))
+        return
+    table = Table(*(name.replace("_", " ") for name in outcome["rows"][0]))
+    for row in outcome["rows"]:
+        table.add_row(*(_text(value) for value in row.values()))
+    _out.print(table)
+    for ratio, value in outcome["ratios"].items():
+        _out.print(f"{ratio}: {'none' if value is None else f'{value:.4f}'}", highlight=False)
+
+
 def _show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(result.figures))
@@ -533,12 +576,21 @@ def _show(result: Result, as_json: bool) -> None:
             if (skipped := figures["gradients_skipped"])
             else {}
         ),
+        **(
+            {"refused": f"gradients by the guard: {refused}"}
+            if (refused := _counts(figures["gradients_refused"]))
+            else {}
+        ),
         **({"warning": figures["warning"]} if figures["warning"] else {}),
         **({"not kept": ", ".join(figures["unsaved"])} if figures["unsaved"] else {}),
         "run": figures["run"],
     }.items():
         table.add_row(name, value)
     _out.print(table)
+
+
+def _counts(by_name: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in by_name.items())
 
 
 def _compressed(figures: dict[str, Any]) -> str:

@@ -193,6 +193,8 @@ class Director:
         self.warning: str | None = None
         self.step = 0
         self.samples = 0
+        #: whose gradients the guard has refused
+        self._guarded: set[str] = set()
 
     def __enter__(self) -> Director:
         workers = [node.name for node in self._plan.nodes if node.computes]
@@ -340,7 +342,13 @@ class Director:
             bytes_received=meter.bytes_received,
             bytes_saved=meter.bytes_saved,
             gradients_skipped=meter.gradients_skipped,
+            gradients_refused=meter.gradients_refused,
         )
+        if meter.gradients_refused and meter.node not in self._guarded:
+            self._guarded.add(meter.node)
+            self.note(
+                f"{meter.node} refuses gradients that are far longer than is usual for it (guard); look at its data"
+            )
 
     def record(self, node: str, values: Row, now: float) -> None:
         self._interruption.worthwhile = True

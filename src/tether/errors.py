@@ -6,7 +6,7 @@ TetherError
 |       +-- Diverged    losses, gradients or weights are not finite any more
 |   +-- Damaged         a file of a run is not what was written
 +-- RunError            a run that started properly ended badly
-|   +-- NodesLost       no worker is left, or the hub has died: it can go on from its last backup
+|   +-- NodesLost       no worker is left, or the hub has died: it can resume from its last checkpoint
 |   +-- Stalled         nothing can happen any more although the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
 +-- InternalError       Tether itself is at fault: an exception that nobody expected, outside the user's code
@@ -51,6 +51,10 @@ class RunError(TetherError):
 
 class NodesLost(RunError):
     """Nodes have died without which the run cannot go on."""
+
+    #: when that was, as the simulator tells
+    seconds = 0.0
+    events = 0
 
 
 class Stalled(RunError):

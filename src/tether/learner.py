@@ -10,8 +10,10 @@ import copy
 import inspect
 import itertools
 import math
+import statistics
 import time
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -35,11 +37,32 @@ ELEMENTWISE = {
 }
 #: so many gradients of a learner may be other than finite; more, only while they are no more than this share of all
 SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
+#: how many gradients say what is usual; the first so many are never refused
+GUARD_HISTORY = 16
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 
 #: of a learner that belongs to no run
 UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
+
+
+class Guard:
+    """Tells gradients that are far longer than usual, by the median of the last ones that were not."""
+
+    def __init__(self, times: float) -> None:
+        """`times` as long is too long; 0: nothing is."""
+        self._times = times
+        self._norms: deque[float] = deque(maxlen=GUARD_HISTORY)
+
+    def refuses(self, made: Iterable[Tensor]) -> bool:
+        """Whether the gradient with these values must not be used."""
+        if not self._times:
+            return False
+        norm = math.sqrt(sum(float(values.square().sum()) for values in made))
+        if len(self._norms) == GUARD_HISTORY and norm > self._times * statistics.median(self._norms) > 0:
+            return True
+        self._norms.append(norm)
+        return False
 
 
 class Learner:
@@ -49,6 +72,8 @@ class Learner:
     of buffers is undone. That is so before anybody sees it, so every protocol treats it as any other: a learner that
     steps by itself makes a step in which only momentum and weight decay act, and whoever averages or applies gradients
     of others gets zeros. Such gradients are counted, and past a limit the run ends.
+
+    With a guard the same is done to gradients that are far longer than is usual for this learner, without a limit.
     """
 
     def __init__(
@@ -63,6 +88,7 @@ class Learner:
         shared: Shared | None = None,
         device: torch.device | None = None,
         part: tuple[int, int] | None = None,
+        guard: float = 0.0,
     ) -> None:
         """`length`: of the run, for the schedule; `device`: where gradients are computed, if not at the model.
 
@@ -134,6 +160,8 @@ class Learner:
         self._steps = 0
         self.load_seconds = 0.0
         self.skipped = 0
+        self.refused = 0
+        self._guard = Guard(guard)
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         self._position = position
@@ -158,6 +186,11 @@ class Learner:
         made = self._made(gradient)
         if not all(is_finite(values) for values in made):
             self._skip(made)
+            self.weights[self.parameter_count :].copy_(buffers)
+        elif self._guard.refuses(made):
+            self.refused += 1
+            for values in made:
+                values.zero_()
             self.weights[self.parameter_count :].copy_(buffers)
         return Taken(gradient, value, self.task.batch_size, touched)
 
@@ -389,6 +422,7 @@ class SyntheticLearner:
         empty: Empty = torch.empty,
         shared: Shared | None = None,
         part: tuple[int, int] | None = None,
+        guard: float = 0.0,
     ) -> None:
         self.task = task
         values = torch.ones(task.parameters)
@@ -398,6 +432,8 @@ class SyntheticLearner:
         self._own = self.weights[shards(task.parameters, count)[place]]
         self.load_seconds = 0.0
         self.skipped = 0
+        self.refused = 0
+        self._guard = Guard(guard)
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
         self._empty = empty
         self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
@@ -409,6 +445,9 @@ class SyntheticLearner:
         if fresh:
             self._gradient = self._empty(self.parameter_count, dtype=self.weights.dtype)
         self._gradient.normal_(0.0, self.task.noise, generator=self._noise).add_(self.weights)
+        if self._guard.refuses([self._gradient]):
+            self.refused += 1
+            self._gradient.zero_()
         given = self._gradient[:0] if wanted == "step" else self._gradient
         return Taken(given, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size)
 

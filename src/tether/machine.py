@@ -279,9 +279,10 @@ class Checkpoint(Effect, frozen=True):
 
 
 class Fail(Effect, frozen=True):
-    """This node cannot take part: the run ends with this error."""
+    """This node cannot take part: the run ends with this error. `lost`: it can resume from its last checkpoint."""
 
     reason: str
+    lost: bool = False
 
 
 class Finish(Effect, frozen=True):
@@ -395,6 +396,11 @@ class Seat:
         """The nodes that compute gradients."""
         return tuple(node.name for node in self.nodes if node.computes)
 
+    @property
+    def joins_late(self) -> bool:
+        """The node was not there when the run began: it succeeds another, or is one more."""
+        return all(node.name != self.node.name for node in self.nodes)
+
 
 class Machine(Protocol):
     """One role of a protocol at one node."""
@@ -426,6 +432,8 @@ class Replica(Protocol):
     load_seconds: float
     #: how many gradients were not finite, and are zero therefore
     skipped: int
+    #: how many were far longer than is usual here, and are zero therefore
+    refused: int
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         """Say which mini-batch the next `compute` takes, which ones follow, and how far the run is."""
@@ -488,11 +496,16 @@ def change(replica: Replica, effect: Effect) -> bool:
     return True
 
 
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+
+
 def tensors_of(message: Message) -> list[Tensor]:
     """The tensors in a message: its fields, what tuples and lists of tensors hold, and those of messages inside it."""
     found: list[Tensor] = []
     for name in message.__struct_fields__:
         value = getattr(message, name)
+        if type(value) in _PLAIN:  # most fields are, and isinstance is slow for tensors
+            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, Message):

@@ -322,7 +322,13 @@ class RunPlan:
         part = self.protocol.part_of(node)
         if isinstance(self.task, SyntheticTask):
             replica = SyntheticLearner(
-                self.task, index=node.index, seed=self.random_seed, empty=empty, shared=shared, part=part
+                self.task,
+                index=node.index,
+                seed=self.random_seed,
+                empty=empty,
+                shared=shared,
+                part=part,
+                guard=self.protocol.guard,
             )
         else:
             batches = self._batches(node)
@@ -336,6 +342,7 @@ class RunPlan:
                 shared=shared,
                 device=device,
                 part=part,
+                guard=self.protocol.guard,
             )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):

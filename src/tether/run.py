@@ -414,6 +414,9 @@ def _result(
             "histogram": {str(k): n for k, n in sorted(staleness.items())},
         },
         "gradients_skipped": sum(meter.gradients_skipped for meter in meters.values()),
+        "gradients_refused": {
+            name: meter.gradients_refused for name, meter in meters.items() if meter.gradients_refused
+        },
         "events": outcome.events,
         "reason": outcome.reason,
         "run": str(director.directory.path),

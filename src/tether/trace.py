@@ -48,6 +48,8 @@ class Meter(msgspec.Struct):
     messages_refused: int = 0
     #: gradients that were not finite, and count as zero
     gradients_skipped: int = 0
+    #: gradients that were far longer than is usual for the node, and count as zero
+    gradients_refused: int = 0
     staleness: dict[int, int] = {}
     #: what compression spared, and of what it encoded, the squares of what it lost and of what it was
     bytes_saved: int = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from tether.compress import Compression
+from tether.errors import UsageError
 from tether.machine import Checkpoint, Effect, Evaluate, Finish, Machine, Message, Node, Seat, Send
 from tether.protocols.ledger import AHEAD, Lease, Ledger, More, Recall, Returned
 from tether.settings import check_types
@@ -34,9 +35,18 @@ class Options:
         "none", "what is sent: as it is, in half precision, or in 8 bits; losses are made up for later", kw_only=True
     )
 
+    guard: float = option(
+        0.0,
+        "refuse a worker's gradient that is this many times as long as is usual for it; 100 stops only what is broken; "
+        "0: none is refused",
+        kw_only=True,
+    )
+
     def __post_init__(self) -> None:
         """Refuse values of a wrong type; a subclass adds what else must hold."""
         check_types(self, f"protocol {self.name}")
+        if self.guard and not self.guard > 1:
+            raise UsageError(f"guard must be more than 1, such as 100, or 0 for none, not {self.guard}")
 
     def __str__(self) -> str:
         """What differs from the defaults."""
@@ -213,7 +223,7 @@ class Pace:
         return self._serve()
 
     def deal_late(self) -> list[Effect]:
-        """If all that is left is what dead workers had, deal it to those that wait."""
+        """If nothing else is left, deal what dead workers had and may still have sent."""
         return self._serve() if self.ledger.late_is_due else []
 
     def _serve(self) -> list[Effect]:

@@ -403,7 +403,7 @@ class ElasticWorker:
 
     def _start(self, now: float) -> list[Effect]:
         """Begin at once with the model that all begin with, unless the others have begun long ago."""
-        if self.seat.node.life > 1:
+        if self.seat.joins_late:
             return self._ask(now, first=True)
         self.tau, self.early = self._options.first_steps(self.seat)
         return self._compute(now)

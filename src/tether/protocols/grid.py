@@ -1057,7 +1057,7 @@ class GridNode:
         """End the run if nobody has values and nobody who is dead can have sent any that are still to come."""
         others = self.living - {self.name}
         if all(peer in self._empty and self._empty[peer] >= self.dead for peer in others):
-            self._do(Fail(f"{self.name} came when everybody who knew the model had died: continue from the backup"))
+            self._do(Fail(f"{self.name} joined when everybody who knew the model had died", lost=True))
 
     # ---- elections ----
 

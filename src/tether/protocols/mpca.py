@@ -536,7 +536,7 @@ class MpcaWorker:
     def _start(self, now: float) -> list[Effect]:
         """Begin at once with the model that all begin with, unless the others have begun long ago."""
         self._given_at = [now] * len(self._cut)
-        if self.seat.node.life > 1:
+        if self.seat.joins_late:
             return []
         self.running = True
         return self._compute()

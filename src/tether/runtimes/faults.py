@@ -12,24 +12,46 @@ import numpy as np
 
 from tether.errors import UsageError
 
-Kind = Literal["crash", "restart", "pause", "slow", "cut", "drop"]
+Kind = Literal[
+    "crash",
+    "restart",
+    "join",
+    "pause",
+    "slow",
+    "cut",
+    "one-way-cut",
+    "delay",
+    "disk-full",
+    "disk-damage",
+    "drop",
+]
+#: faults of the disk that holds the checkpoints, which a simulated cluster does not have
+DISK: tuple[Kind, ...] = ("disk-full", "disk-damage")
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """One fault. It strikes `at` a time, or when `node` has computed `step` gradients."""
 
     kind: Kind
-    node: str
+    node: str = ""
     at: float | None = None
     step: int | None = None
-    #: how long a pause, a slow phase or a cut lasts, or how long after a crash the restart comes
+    #: how long it lasts, or how long after a crash the restart comes
     seconds: float = 0.0
     #: the other end of a cut link, or the receiver of a dropped message
     peer: str = ""
     #: how many times slower
     factor: float = 1.0
+    #: how many seconds longer a delayed message takes
+    latency: float = 0.0
     #: which message between the two is dropped, from 1
     nth: int = 1
+
+    def __str__(self) -> str:
+        who = " to ".join(filter(None, (self.node, self.peer)))
+        when = f"at {self.at:.3g} s" if self.at is not None else f"step {self.step}" if self.step else f"nth {self.nth}"
+        lasts = f" for {self.seconds:.3g} s" if 0 < self.seconds < float("inf") else ""
+        return " ".join(filter(None, (self.kind, who, when))) + lasts
 
 
 @dataclass(frozen=True)
@@ -46,6 +68,10 @@ class Faults:
         """The node dies and a successor joins after `seconds`."""
         return self._with(Fault("restart", node, at=at, step=step, seconds=seconds))
 
+    def join(self, node: str, *, at: float) -> Faults:
+        """A worker comes that was not there when the run began."""
+        return self._with(Fault("join", node, at=at))
+
     def pause(self, node: str, *, at: float | None = None, step: int | None = None, seconds: float) -> Faults:
         """The node stands still; what reaches it waits."""
         return self._with(Fault("pause", node, at=at, step=step, seconds=seconds))
@@ -54,9 +80,17 @@ class Faults:
         """The node computes `factor` times slower."""
         return self._with(Fault("slow", node, at=at, seconds=seconds, factor=factor))
 
-    def cut(self, node: str, peer: str, *, at: float, seconds: float) -> Faults:
-        """The link between two nodes is down; messages are held until it is back."""
-        return self._with(Fault("cut", node, at=at, seconds=seconds, peer=peer))
+    def cut(self, node: str, peer: str, *, at: float, seconds: float, one_way: bool = False) -> Faults:
+        """The link between two nodes is down; messages are held until it is back. One way: only those to `peer`."""
+        return self._with(Fault("one-way-cut" if one_way else "cut", node, at=at, seconds=seconds, peer=peer))
+
+    def delay(self, node: str, latency: float, *, at: float, seconds: float) -> Faults:
+        """For a while, messages from and to the node take `latency` seconds longer. They stay in order."""
+        return self._with(Fault("delay", node, at=at, seconds=seconds, latency=latency))
+
+    def disk(self, *, at: float, seconds: float, damages: bool = False) -> Faults:
+        """Checkpoints of that time cannot be written, or are damaged afterwards."""
+        return self._with(Fault("disk-damage" if damages else "disk-full", at=at, seconds=seconds))
 
     def drop(self, node: str, peer: str, *, nth: int = 1) -> Faults:
         """The nth message from `node` to `peer` is lost. No link does that: it plants a bug that must be found."""
@@ -69,10 +103,28 @@ class Faults:
 
     def check(self, nodes: set[str]) -> None:
         """Refuse faults of nodes that do not exist; worker-2~2 may come to exist."""
+        known = nodes | {fault.node for fault in self.schedule if fault.kind == "join"}
         for fault in self.schedule:
+            if fault.kind in DISK:
+                raise UsageError(
+                    f"a {fault.kind} needs a disk, which a simulated run does not have: use 'tether swarm'"
+                )
             for name in filter(None, (fault.node, fault.peer)):
-                if name.partition("~")[0] not in nodes:
+                if name.partition("~")[0] not in known:
                     raise UsageError(f"a fault names the node {name!r}; this run has {', '.join(sorted(nodes))}")
+
+    def after(self, seconds: float, nodes: set[str]) -> Faults:
+        """What is still to come of it `seconds` later, in a part of the run that has these nodes."""
+        known = nodes | {fault.node for fault in self.schedule if fault.kind == "join"}
+        return Faults(
+            tuple(
+                msgspec.structs.replace(fault, at=fault.at - seconds)
+                for fault in self.schedule
+                if fault.at is not None
+                and fault.at > seconds
+                and all(name.partition("~")[0] in known for name in (fault.node, fault.peer) if name)
+            )
+        )
 
     @staticmethod
     def load(path: Path) -> Faults:
@@ -89,36 +141,53 @@ class Faults:
     def draw(
         rng: np.random.Generator,
         workers: tuple[str, ...],
-        hub: str | None,
+        hubs: tuple[str, ...],
+        helpers: tuple[str, ...],
         horizon_seconds: float,
-        helpers: tuple[str, ...] = (),
+        joins: bool = True,
     ) -> Faults:
-        """Random faults in the first part of a run: at least one worker is never killed, and the hub never dies.
+        """Random faults in the first part of a run, each of which heals or is survived.
 
-        Links are cut between a worker and the hub, or between two workers where no node is special (hub "").
-        Helpers, such as aggregators, are mortal too. Everybody, the hub included, may stand still for a while.
+        Links are cut between a worker and a hub, or between two workers where there is none. `helpers`, such as
+        aggregators, die as workers do. A hub that dies, or all workers at about the same time, end a part of the run.
+        `joins`: further workers may come.
         """
         faults = Faults()
-        mortal = list(rng.permutation([*rng.permutation(list(workers))[1:], *helpers]))
-        for _ in range(int(rng.integers(0, 5))):
+        mortal = [str(name) for name in rng.permutation([*workers, *helpers])]
+        anybody = [*workers, *helpers, *hubs]
+        linked = bool(hubs) or len(workers) > 1
+        kinds = ["pause", "slow", "delay", "disk", "crash", "restart", "end"] + ["join"] * joins + 2 * ["cut"] * linked
+        newcomers = 0
+        for _ in range(int(rng.integers(0, 7))):
             at = float(rng.uniform(0, horizon_seconds))
             seconds = float(rng.exponential(horizon_seconds / 8))
             worker = str(rng.choice(list(workers)))
-            linked = hub or (hub == "" and len(workers) > 1)
-            kinds = ["pause", "slow"] + (["cut"] if linked else []) + (["crash", "restart"] if mortal else [])
             match str(rng.choice(kinds)):
                 case "pause":
-                    anybody = str(rng.choice([*workers, *helpers, *filter(None, (hub,))]))
-                    faults = faults.pause(anybody, at=at, seconds=seconds)
+                    faults = faults.pause(str(rng.choice(anybody)), at=at, seconds=seconds)
                 case "slow":
                     faults = faults.slow(worker, float(rng.uniform(2, 20)), at=at, seconds=seconds)
+                case "delay":
+                    late = float(rng.exponential(horizon_seconds / 8))
+                    faults = faults.delay(str(rng.choice(anybody)), late, at=at, seconds=seconds)
+                case "join":
+                    faults = faults.join(f"worker-{len(workers) + newcomers}", at=at)
+                    newcomers += 1
+                case "disk":
+                    faults = faults.disk(at=at, seconds=4 * seconds, damages=bool(rng.random() < 0.5))
                 case "cut":
-                    peer = hub or str(rng.choice([other for other in workers if other != worker]))
-                    faults = faults.cut(worker, peer, at=at, seconds=seconds)
-                case "crash":
-                    faults = faults.crash(str(mortal.pop()), at=at)
-                case "restart":
-                    faults = faults.restart(str(mortal.pop()), at=at, seconds=seconds)
+                    peer = str(rng.choice([name for name in hubs or workers if name != worker]))
+                    ends = (worker, peer) if rng.random() < 0.5 else (peer, worker)
+                    faults = faults.cut(*ends, at=at, seconds=seconds, one_way=bool(rng.random() < 0.5))
+                case "crash" if mortal:
+                    faults = faults.crash(mortal.pop(), at=at)
+                case "restart" if mortal:
+                    faults = faults.restart(mortal.pop(), at=at, seconds=seconds)
+                case "end" if hubs and rng.random() < 0.5:
+                    faults = faults.crash(str(rng.choice(list(hubs))), at=at)
+                case "end":
+                    for name in rng.permutation(list(workers)):
+                        faults = faults.crash(str(name), at=at + float(rng.exponential(0.05)))
         return faults
 
     @staticmethod

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tether.compress import Compressor, Packed, Stream, unpack
-from tether.errors import UsageError, WireError
+from tether.errors import NodesLost, UsageError, WireError
 from tether.machine import (
     Add,
     Blend,
@@ -189,6 +189,7 @@ class Interpreter:
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
                 self.meter.took_gradient(loss, samples, seconds)
                 self.meter.gradients_skipped = self.replica.skipped
+                self.meter.gradients_refused = self.replica.refused
                 if not self.host.virtual:
                     self.meter.load_seconds = self.replica.load_seconds
                 self.tracer.span("compute", "gradient", now - seconds, now)
@@ -259,8 +260,8 @@ class Interpreter:
                 self.host.settle()
                 others = [unpack_tree(part.values, part.tensors) for part in parts]
                 self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state(others))
-            case Fail(reason=reason):
-                raise UsageError(reason)
+            case Fail(reason=reason, lost=lost):
+                raise NodesLost(reason) if lost else UsageError(reason)
             case Finish(reason=reason):
                 self.finished = True
                 self.host.settle()

@@ -19,7 +19,7 @@ import heapq
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from tether import units
 from tether.compress import Packed
-from tether.errors import InvariantBroken, RunError, Stalled, UsageError
+from tether.errors import InvariantBroken, NodesLost, Stalled, UsageError
 from tether.machine import (
     Broadcast,
     Checkpoint,
@@ -111,7 +111,7 @@ class Sim:
     checked: bool = True
     #: how long it takes until a death is known
     detect_seconds: float = 0.5
-    #: give up after so many events; 0 is never
+    #: give up after so many events since the last fault struck or healed; 0 is never
     events_max: int = 0
     #: intra-operation threads of torch; the number can change the last bits of a result
     threads: int = 1
@@ -293,6 +293,13 @@ class _Place:
         self._observed = 0
         self.observe()
 
+    def restore_random(self, state: dict[str, Any]) -> None:
+        """Draw step times as if the run had never been interrupted; the first worker has the process's generators."""
+        if "step_seconds" in state:
+            self.rng.bit_generator.state = state["step_seconds"]
+        if "python" in state:
+            restore_random(state)
+
     def observe(self) -> None:
         """Take in the evaluations that are new."""
         for metrics in self.simulation.observer.observed()[self._observed :]:
@@ -364,12 +371,15 @@ class _Place:
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         workers = {
-            place.node.index: replica_state if place is self else place.interpreter.replica.state()
+            place.node.index: {
+                **(replica_state if place is self else place.interpreter.replica.state()),
+                "random": {"step_seconds": place.rng.bit_generator.state},
+            }
             for place in self.simulation.living()
             if place.node.computes
         }
         if workers:  # all draw from the generators of this process: the first has their state
-            workers[min(workers)]["random"] = random_state()
+            workers[min(workers)]["random"] |= random_state()
         states = NodeStates({} if self.node.computes else replica_state, workers)
         self.simulation.observer.checkpoint(effect, weights, states, self.simulation.now)
 
@@ -412,8 +422,15 @@ class Simulation:
         self._latency = units.seconds(settings.latency)
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._sequence = 0
-        self._cuts: dict[frozenset[str], _Cut] = {}
+        #: by sender and receiver
+        self._cuts: dict[tuple[str, str], _Cut] = {}
+        #: until when messages of a node are late, and by how much
+        self._delays: dict[str, tuple[float, float]] = {}
+        self._last_head: dict[tuple[str, str], float] = {}
+        #: the events before the last fault struck or healed
+        self._events_disturbed = 0
         self._drops: dict[tuple[str, str], list[int]] = {}
+        #: workers that will come back
         self._restarts_due = 0
         self._report_every = max(1, plan.steps // 100)
         settings.faults.check({node.name for node in plan.nodes})
@@ -423,7 +440,7 @@ class Simulation:
             state = plan.state_of(place.node)
             place.interpreter.replica.restore(state)
             if "random" in state:
-                restore_random(state["random"])
+                place.restore_random(state["random"])
         self._interfaces: dict[str, _Interface] = {}
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
@@ -445,10 +462,14 @@ class Simulation:
         while self.reason is None:
             if not self._heap:
                 raise Stalled(f"nothing can happen after {self.now:.6g} s and {self.events} events; {self._standing()}")
-            if self.settings.events_max and self.events >= self.settings.events_max:
-                raise Stalled(f"not finished after {self.events} events; {self._standing()}")
+            if self.settings.events_max and self.events - self._events_disturbed >= self.settings.events_max:
+                raise Stalled(f"not finished after {self.settings.events_max} events; {self._standing()}")
             self.now, _, action, arguments = heapq.heappop(self._heap)
-            action(*arguments)
+            try:
+                action(*arguments)
+            except NodesLost as lost:
+                lost.seconds, lost.events = self.now, self.events
+                raise
         joint = self._places[self.finisher].interpreter
         return Outcome(
             weights=joint.replica.weights,
@@ -493,13 +514,21 @@ class Simulation:
         interface.out_free = start + duration
         name = _title(message)
         sender.interpreter.tracer.span("out", f"{name} to {to}", start, start + duration)
-        self.at(start + self._latency, self._arrive, sender, receiver, message, checksum, duration, start + duration)
+        head = start + self._latency
+        if self._delays:
+            head = self._last_head[pair] = max(self._last_head.get(pair, 0.0), head + self._delayed(pair))
+        self.at(head, self._arrive, sender, receiver, message, checksum, duration, start + duration)
+
+    def _delayed(self, pair: tuple[str, str]) -> float:
+        """How much longer a message between the two takes that is sent now."""
+        delays = (self._delays.get(name, (0.0, 0.0)) for name in pair)
+        return sum(latency for until, latency in delays if self.now < until)
 
     def _arrive(
         self, sender: _Place, receiver: _Place, message: Message, checksum: int, duration: float, sent_at: float
     ) -> None:
         """The head of a message is at the receiver's interface."""
-        cut = self._cuts.get(frozenset((sender.node.name, receiver.node.name)))
+        cut = self._cuts.get((sender.node.name, receiver.node.name))
         if cut is not None and cut.held.holds(cut.until):
             cut.held.add(cut.until, self._arrive, sender, receiver, message, checksum, duration, sent_at)
             return
@@ -533,9 +562,15 @@ class Simulation:
                 self.at(self.now, self._strike, fault)
 
     def _strike(self, fault: Fault) -> None:
+        self._disturbed()
+        if fault.kind == "join":
+            self._admit(fault.node)
+            return
         place = self._places.get(fault.node)
         if place is None:
             return  # a successor that has not come
+        if 0 < fault.seconds < float("inf"):
+            self.at(self.now + fault.seconds, self._disturbed)
         match fault.kind:
             case "crash" | "restart":
                 self._crash(place, restarts=fault.kind == "restart", after=fault.seconds)
@@ -544,10 +579,22 @@ class Simulation:
                 place.held.extend(place.paused_until)
             case "slow":
                 place.slow_until, place.slow_factor = self.now + fault.seconds, fault.factor
+            case "delay":
+                self._delays[fault.node] = self.now + fault.seconds, fault.latency
             case "cut":
-                cut = self._cuts.setdefault(frozenset((fault.node, fault.peer)), _Cut(_Held(self)))
-                cut.until = max(cut.until, self.now + fault.seconds)
-                cut.held.extend(cut.until)
+                self._cut(fault.node, fault.peer, fault.seconds)
+                self._cut(fault.peer, fault.node, fault.seconds)
+            case "one-way-cut":
+                self._cut(fault.node, fault.peer, fault.seconds)
+
+    def _disturbed(self) -> None:
+        """From now on the run is given as much time as if it had only begun."""
+        self._events_disturbed = self.events
+
+    def _cut(self, sender: str, receiver: str, seconds: float) -> None:
+        cut = self._cuts.setdefault((sender, receiver), _Cut(_Held(self)))
+        cut.until = max(cut.until, self.now + seconds)
+        cut.held.extend(cut.until)
 
     def _crash(self, place: _Place, restarts: bool, after: float) -> None:
         if place.died_at is not None:
@@ -557,20 +604,32 @@ class Simulation:
         self.observer.note(f"{name} died at {self.now:.6g} s")
         if name in self.plan.vital:
             held = "the joint model" if name == self.plan.joint else "a part of the joint model"
-            raise RunError(f"{name}, which holds {held}, died at {self.now:.6g} s; continue from its backup")
+            raise NodesLost(f"{name}, which holds {held}, died at {self.now:.6g} s")
         if restarts:
-            self._restarts_due += 1
+            self._restarts_due += place.node.computes
             successor = place.node.successor()
-            self.at(self.now + after + 2 * self.settings.detect_seconds, self._join, successor)
+            self.at(self.now + after + 2 * self.settings.detect_seconds, self._succeed, successor)
         living = self.living()
         if not self._restarts_due and not any(other.node.computes for other in living):
-            raise RunError(f"no worker is left: {name} was the last and died at {self.now:.6g} s")
+            raise NodesLost(f"no worker is left: {name} was the last and died at {self.now:.6g} s")
         for other in living:
             delay = self.settings.detect_seconds * (1 + float(other.rng.random()))
             self.at(self.now + delay, other.deliver, PeerLost(name))
 
+    def _succeed(self, node: Node) -> None:
+        self._restarts_due -= node.computes
+        self._disturbed()
+        self._join(node)
+
+    def _admit(self, name: str) -> None:
+        """A worker that was not there when the run began; it has no aggregator above it."""
+        if name in self._places:
+            return
+        like = next(node for node in self.plan.nodes if node.computes)
+        above = self.plan.joint if like.parent else ""
+        self._join(replace(like, name=name, index=int(name.rpartition("-")[2]), host="", parent=above))
+
     def _join(self, node: Node) -> None:
-        self._restarts_due -= 1
         others = self.living()
         place = self._places[node.name] = _Place(self, node)
         peers = (other.interpreter.replica.state() for other in others if other.node.computes)
