@@ -373,8 +373,10 @@ def test_ctrl_c_does_not_wait_for_a_slow_evaluation_and_carries_the_model_withou
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_without_a_result(tmp_path: Path) -> None:
+    # no evaluation on the way: both signals come in the main thread, where two are not one
+    goal = {"steps": 10**6, "evaluate_every": 1e9, "run_dir": tmp_path / "run"}
     with pytest.raises(Interrupted, match="without a result") as stopped:
-        run(Blobs(), Averaging(tau=5), Local(2), steps=10**6, run_dir=tmp_path / "run", progress=Impatient(1, times=2))
+        run(Blobs(), Averaging(tau=5), Local(2), progress=Impatient(1, times=2), **goal)  # type: ignore[arg-type]
     assert stopped.value.result is None and nothing_is_left()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
 
