@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tether import (
     Interrupted,
     Local,
     Mpca,
+    Result,
     RunError,
     Server,
     Sim,
@@ -300,6 +302,14 @@ class Impatient(Progress):
         return time.monotonic() - self.interrupted_at < at_this_load(3.0)
 
 
+def result_of(interrupted: Interrupted) -> Result:
+    """What a run had come to. A run that ends in time comes first: on a machine that is very busy, it may have none."""
+    if interrupted.result is None and at_this_load(1.0) > 3.0:
+        pytest.skip("the machine is too busy for a run to end in good order within 3 seconds")
+    assert isinstance(interrupted.result, Result)
+    return interrupted.result
+
+
 @pytest.mark.parametrize("on", [Sim(2), Local(2)], ids=["sim", "local"])
 def test_ctrl_c_in_a_program_carries_the_model_that_the_run_had_come_to(on: Any, tmp_path: Path) -> None:
     goal = {"steps": 10**6, "evaluate_every": 1.0 if on.virtual else 1e9, "run_dir": tmp_path / "run"}
@@ -308,7 +318,7 @@ def test_ctrl_c_in_a_program_carries_the_model_that_the_run_had_come_to(on: Any,
         run(Blobs(), Averaging(tau=5), on, progress=impatient, **goal)
     assert impatient.was_obeyed()
     assert isinstance(stopped.value, Interrupted)
-    result = stopped.value.result
+    result = result_of(stopped.value)
     assert result.figures["reason"] == "interrupted by the user" and 100 < result.figures["steps"] < 10**6
     assert result.metrics["error"] < 0.1 and digest(Vector(result.model).weights) == result.figures["digest"]
     assert result.directory == stopped.value.directory == tmp_path / "run" and nothing_is_left()
@@ -320,27 +330,53 @@ def test_ctrl_c_in_a_program_carries_the_model_that_the_run_had_come_to(on: Any,
 class Slow(Blobs):
     """After some steps a gradient takes far longer than anybody waits, and its caller is interrupted in it."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Path) -> None:
         super().__init__()
         self.caller = os.getpid()
+        self.told = told
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         taken = vars(model)["losses_taken"] = vars(model).get("losses_taken", 0) + 1
         if taken == 2000:
-            os.kill(self.caller, signal.SIGINT)
+            with suppress(FileExistsError):  # the other worker has
+                self.told.touch(exist_ok=False)
+                os.kill(self.caller, signal.SIGINT)
             time.sleep(1000.0)
         return super().loss(model, batch)
 
 
 def test_ctrl_c_does_not_wait_for_a_slow_gradient_and_carries_the_model_all_the_same(tmp_path: Path) -> None:
     with pytest.raises(Interrupted) as stopped:
-        train_quietly(Slow(), Averaging(tau=5), Local(2), tmp_path / "run", steps=10**6, evaluate_every=1e9)
-    assert stopped.value.result.figures["steps"] >= 1000 and nothing_is_left()
+        train_quietly(
+            Slow(tmp_path / "told"), Averaging(tau=5), Local(2), tmp_path / "run", steps=10**6, evaluate_every=1e9
+        )
+    assert result_of(stopped.value).figures["steps"] >= 1000 and nothing_is_left()
+
+
+class Thorough(Blobs):
+    """The evaluation of a trained model takes longer than anybody waits."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        if vars(self).setdefault("evaluated", False):
+            time.sleep(10.0)
+        self.evaluated = True
+        return super().evaluate(model)
+
+
+def test_ctrl_c_does_not_wait_for_a_slow_evaluation_and_carries_the_model_without_metrics(tmp_path: Path) -> None:
+    impatient, goal = Impatient(200), {"steps": 10**6, "evaluate_every": 1e9, "run_dir": tmp_path / "run"}
+    with pytest.raises(Interrupted) as stopped:
+        run(Thorough(), Averaging(tau=5), Local(2), progress=impatient, **goal)  # type: ignore[arg-type]
+    assert impatient.was_obeyed()
+    result = result_of(stopped.value)
+    assert result.figures["steps"] > 100 and result.metrics == {}
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_without_a_result(tmp_path: Path) -> None:
+    # no evaluation on the way: both signals come in the main thread, where two are not one
+    goal = {"steps": 10**6, "evaluate_every": 1e9, "run_dir": tmp_path / "run"}
     with pytest.raises(Interrupted, match="without a result") as stopped:
-        run(Blobs(), Averaging(tau=5), Local(2), steps=10**6, run_dir=tmp_path / "run", progress=Impatient(1, times=2))
+        run(Blobs(), Averaging(tau=5), Local(2), progress=Impatient(1, times=2), **goal)  # type: ignore[arg-type]
     assert stopped.value.result is None and nothing_is_left()
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "interrupted"
 

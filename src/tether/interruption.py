@@ -13,8 +13,8 @@ import time
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-#: how long a run may take to end in good order; what follows is to be over within 3 seconds of the signal
-SECONDS = 2.0
+#: how long a run may take to end in good order, and when it is ended otherwise; all is to be over within 3 seconds
+SECONDS, AT_LAST_SECONDS = 1.5, 2.2
 
 
 class Interruption:
@@ -79,6 +79,6 @@ class Interruption:
         if (number := self._signals.get()) is None:
             return
         try:
-            self._signals.get(timeout=SECONDS)
+            self._signals.get(timeout=AT_LAST_SECONDS)
         except Empty:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
