@@ -43,7 +43,6 @@ def test_whatever_a_run_has_lost_is_told() -> None:
     assert "damaged" in fault_of(ended(), ended(), unnoticed=True)
 
 
-@pytest.mark.alone
 @pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc")
 def test_a_killed_driver_is_resumed_and_leaves_nothing_behind() -> None:
     survived = strike(Blow("kill", "driver", "averaging", 0.2), "local", undisturbed("averaging", "local"))

@@ -357,7 +357,10 @@ WRONG = [
     ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
     ("resume nowhere", "is no run directory"),
     ("report nowhere", "nowhere"),
-    ("bench nothing", "unknown benchmark 'nothing'; known: accuracy, allreduce, cycles, grid, mpca, overhead, rudra"),
+    (
+        "bench nothing",
+        "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, grid, mpca, overhead, rudra",
+    ),
     ("bench accuracy", "needs a folder with mr_polarity.csv, trec_train.csv, banking77_train.csv: --data DIR"),
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from test_local import nothing_is_left
+from test_local import mapped, nothing_is_left
 from tether import Faults, Local, Server, Sim, StepTime
 from tether.errors import UsageError
 from tether.machine import (
@@ -199,7 +200,7 @@ def test_processes_share_one_vector_and_nothing_is_left(tmp_path: Path) -> None:
     assert result.figures["steps"] == 400 and result.metrics["error"] < 0.1
     assert result.figures["bytes_sent"] == 0, "no weights and no gradients travel"
     assert result.figures["samples"] >= 2 * 400 * 16
-    assert nothing_is_left() and not list(Path("/dev/shm").glob("*tether*"))
+    assert nothing_is_left() and not mapped(os.getpid(), "/memfd:tether-")
     further = resume(tmp_path / "run", Twice(), workers=3, steps=500, progress=make_progress(quiet=True))
     assert further.figures["steps"] == 500 and further.metrics["error"] < 0.1
 

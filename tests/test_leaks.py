@@ -15,7 +15,6 @@ from tether.protocols import Options
 from tether.testing import Blobs, train_quietly
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks at this process in /proc"),
 ]
 

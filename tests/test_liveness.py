@@ -29,7 +29,6 @@ from tether.testing import Assassin, Blobs, descendants
 from tether.trace import Meter
 
 pytestmark = [
-    pytest.mark.alone,
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc"),
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -49,7 +50,8 @@ pytestmark = [
 
 
 def mapped(pid: int, what: str) -> set[str]:
-    """The files with this in their names that a process has mapped."""
+    """The files with this in their names that a process has mapped, but for what only waits to be collected."""
+    gc.collect()
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {line.split(maxsplit=5)[5] for line in lines if what in line}
 
@@ -430,7 +432,7 @@ def test_after_kill_9_of_the_driver_no_process_is_left_and_the_run_resumes(tmp_p
         assert list(Path(temporary).glob("tether-*"))
         while not list((tmp_path / "run" / "checkpoints").glob("at-*")):
             time.sleep(0.05)
-        with pytest.raises(UsageError, match="still running"):
+        with pytest.raises(UsageError, match="is in use by process"):
             resume(tmp_path / "run")
         process.kill()
         process.communicate()

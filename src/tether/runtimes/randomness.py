@@ -31,7 +31,9 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    """Take them up where `state` left them."""
+    """Take them up where `state` left them, if it has them: some workers of a simulated run have none of their own."""
+    if "python" not in state:
+        return
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     numpy = state["numpy"]

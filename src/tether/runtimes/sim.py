@@ -16,6 +16,7 @@ for `exchange_seconds` and for bytes/`exchange_rate`.
 from __future__ import annotations
 
 import heapq
+import json
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -296,9 +297,8 @@ class _Place:
     def restore_random(self, state: dict[str, Any]) -> None:
         """Draw step times as if the run had never been interrupted; the first worker has the process's generators."""
         if "step_seconds" in state:
-            self.rng.bit_generator.state = state["step_seconds"]
-        if "python" in state:
-            restore_random(state)
+            self.rng.bit_generator.state = json.loads(state["step_seconds"])
+        restore_random(state)
 
     def observe(self) -> None:
         """Take in the evaluations that are new."""
@@ -373,7 +373,8 @@ class _Place:
         workers = {
             place.node.index: {
                 **(replica_state if place is self else place.interpreter.replica.state()),
-                "random": {"step_seconds": place.rng.bit_generator.state},
+                # as text, since its numbers are too large for messages
+                "random": {"step_seconds": json.dumps(place.rng.bit_generator.state)},
             }
             for place in self.simulation.living()
             if place.node.computes
