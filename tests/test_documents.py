@@ -114,6 +114,11 @@ FLOWERS = textwrap.dedent(
     from tether.tasks.digits import Digits as MyTask
     """
 )
+#: the last stage by itself, which is what the document loads
+SAVED = """
+from tether.spark import TetherModel
+model.stages[-1].save("my-model")
+"""
 #: `fit` was given columns of numbers, and a FrameTask is given features and labels
 PREPARED = """
 for stage in pipeline.getStages()[:2]:
@@ -124,8 +129,8 @@ for stage in pipeline.getStages()[:2]:
 @pytest.mark.spark
 def test_the_programs_of_the_document_on_spark_run_one_after_another_as_in_a_notebook(tmp_path: Path) -> None:
     pytest.importorskip("pyspark", reason="pyspark is not installed")
-    estimator, runs, started = blocks("docs/spark.md", "python")
-    printed = printed_by(FLOWERS + estimator + PREPARED + runs + started, tmp_path)
+    estimator, trusted, runs, started = blocks("docs/spark.md", "python")
+    printed = printed_by(FLOWERS + estimator + SAVED + trusted + PREPARED + runs + started, tmp_path)
     assert "probability" in printed and (tmp_path / "flowers-model").is_dir()
     assert len(list((tmp_path / "runs").iterdir())) >= 3
 
