@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -661,3 +662,12 @@ def test_the_callers_randomness_and_threads_are_left_as_they_were(faults: Faults
     except RunError:
         assert faults.schedule
     assert rest() == expected
+
+
+def test_what_is_kept_of_a_simulated_cluster_makes_the_same_one_again() -> None:
+    """As `resume` does it; before, the spread of step times and the slow workers were forgotten."""
+    times = StepTime(0.2, spread=0.3, factors={"worker-1": 4.0}, straggle_chance=0.1)
+    cluster = Sim(3, link="10mbit", step_seconds=times, detect_seconds=0.25, exchange_seconds="5ms")
+    described = json.loads(json.dumps(cluster.describe()))
+    again = Sim(workers=3, **{name: value for name, value in described.items() if name != "name"})
+    assert again.step_time == times and again.describe() == cluster.describe()

@@ -20,7 +20,7 @@ import json
 import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -102,7 +102,8 @@ class Sim:
     workers: int = 4
     link: str | float = "1gbit"
     latency: str | float = "0.2ms"
-    step_seconds: str | float | StepTime = 0.1
+    #: a number, a text with a unit, or a `StepTime`, perhaps as the mapping that `describe` gives
+    step_seconds: str | float | StepTime | Mapping[str, Any] = 0.1
     model_bytes: str | int | None = None
     #: what a broadcast or a reduction costs beside the link: per use, and as a bandwidth; None is nothing
     exchange_seconds: str | float = 0.0
@@ -139,6 +140,8 @@ class Sim:
     def step_time(self) -> StepTime:
         if isinstance(self.step_seconds, StepTime):
             return self.step_seconds
+        if isinstance(self.step_seconds, Mapping):
+            return StepTime(**self.step_seconds)
         return StepTime(units.seconds(self.step_seconds, "step_seconds"))
 
     @property
@@ -157,11 +160,13 @@ class Sim:
             torch.set_num_threads(threads)
 
     def describe(self) -> dict[str, Any]:
+        """All that a resumed run needs; its faults have struck already."""
         return {
             "name": self.name,
             "link": self.link,
             "latency": self.latency,
-            "step_seconds": self.step_time.seconds,
+            "step_seconds": {**asdict(self.step_time), "factors": dict(self.step_time.factors)},
+            "detect_seconds": self.detect_seconds,
             "model_bytes": self.model_bytes,
             "exchange_seconds": self.exchange_seconds,
             "exchange_rate": self.exchange_rate,
