@@ -276,3 +276,21 @@ def test_a_run_of_no_steps_is_shown_without_dividing_by_zero() -> None:
     progress, _ = live(0, goal=0)
     with progress:
         assert " 0% " in picture(progress)
+
+
+class FullDisk(io.StringIO):
+    """A log on a disk that is full, or a terminal that has been closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("kind", [LineProgress, LiveProgress])
+def test_a_display_that_cannot_be_written_ends_no_run(kind: type[LineProgress | LiveProgress]) -> None:
+    progress = kind(Console(file=FullDisk(), force_terminal=kind is LiveProgress, width=80))
+    progress.begin("digits", ["worker-0"], 10)
+    progress.meter(Meter("worker-0", steps=3, samples=30, loss=1.0), 1.0)
+    progress.evaluation({"error": 0.1}, 1.0, 3)
+    progress.note("worker-1 has joined")
+    progress.end("error 0.1")
+    progress.close()

@@ -304,7 +304,8 @@ def strike(blow: Blow, on: str, whole: Ended) -> Survived:
     with tempfile.TemporaryDirectory(prefix="tether-chaos-") as directory:
         place = Path(directory)
         command = _train(blow.protocol, on, place)
-        if not _await_steps(place / "run", blow.after * whole.figures["steps"], command, whole.seconds + HANG_SECONDS):
+        steps = blow.after * whole.figures["steps"]
+        if not _await_steps(place / "run", steps, _checkpoints(blow), command, whole.seconds + HANG_SECONDS):
             return Survived(blow, "ended before it was struck", 0.0, fault="the run ended or hung by itself")
         damaged = _deal(blow, command, place / "run")
         ended = command.wait(whole.seconds + HANG_SECONDS)
@@ -351,13 +352,19 @@ def _shared_files() -> Iterator[str]:
     return (path.name for path in Path("/dev/shm").glob("*tether*"))
 
 
-def _await_steps(run: Path, steps: float, command: _Command, seconds: float) -> bool:
-    """Wait until a worker has made so many steps and a checkpoint is there; whether it came to that."""
+def _checkpoints(blow: Blow) -> int:
+    """How many checkpoints a run must have to survive this: without another one, a damaged one is the end of it."""
+    return 2 if blow.target == "checkpoint" else 1
+
+
+def _await_steps(run: Path, steps: float, checkpoints: int, command: _Command, seconds: float) -> bool:
+    """Wait until a worker has made so many steps and so many checkpoints are there; whether it came to that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and command.process.poll() is None:
         with suppress(OSError):
             rows = [line for line in (run / "metrics.jsonl").read_text().splitlines() if '"progress"' in line]
-            if any(_steps(row) >= steps for row in rows[-20:]) and list((run / "checkpoints").glob("at-*")):
+            saved = len(list((run / "checkpoints").glob("at-*")))
+            if any(_steps(row) >= steps for row in rows[-20:]) and saved >= checkpoints:
                 return True
         time.sleep(0.02)
     command.wait(0.0)

@@ -15,6 +15,7 @@ import sys
 import time as wall
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -188,8 +189,9 @@ class LineProgress(Progress):
         self._print(text)
 
     def _print(self, text: str) -> None:
-        # Without markup, and unwrapped: a line of a log is a line.
-        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+        # Without markup, and unwrapped: a line of a log is a line. One that cannot be written ends no run.
+        with suppress(OSError):
+            self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 class LiveProgress(Progress):
@@ -207,7 +209,8 @@ class LiveProgress(Progress):
         # What goes to a file by way of standard output must not be drawn into the terminal.
         redirect = sys.stdout is not None and sys.stdout.isatty()
         self._live = Live(self, console=self._console, refresh_per_second=REFRESH_HZ, redirect_stdout=redirect)
-        self._live.start(refresh=True)
+        with suppress(OSError):  # as on a terminal that is gone
+            self._live.start(refresh=True)
 
     def meter(self, meter: Meter, time: float) -> None:
         watch = self._watch
@@ -220,16 +223,18 @@ class LiveProgress(Progress):
             self._watch.evaluated = (metrics, time, step)
 
     def note(self, text: str) -> None:
-        self._console.print(Text(text))
+        with suppress(OSError):
+            self._console.print(Text(text))
 
     def end(self, text: str) -> None:
         self.close()
-        self._console.print(Text(text))
+        self.note(text)
 
     def close(self) -> None:
         live, self._live = self._live, None
         if live is not None:
-            live.stop()
+            with suppress(OSError):
+                live.stop()
 
     def __rich__(self) -> RenderableType:
         watch, now = self._watch, self._clock()
