@@ -443,16 +443,37 @@ def test_who_is_slower_than_the_usual_contributes_nothing_instead_of_holding_the
     assert not worker.feed(TimerFired("shard 0")), "a timer that comes late does nothing"
 
 
-def test_as_long_as_nobody_has_made_a_step_all_wait_longer_each_time() -> None:
+def test_as_long_as_nobody_has_made_a_step_all_wait_longer_each_time_but_never_for_long() -> None:
     hub = HubAlone(Mpca(phases=1))
-    assert hub.sent[0].step_seconds == 0.0
+    assert (hub.sent[0].step_seconds, hub.sent[0].lull_seconds) == (0.0, 0.0)
     told = []
-    for cycle in range(4):
+    for cycle in range(6):
         hub.reduce(0, numbers(cycle, 2, 7), (0, 0), now=0.01 * (cycle + 1))
-        told.append(hub.sent[0].step_seconds)
-    assert told == pytest.approx([0.01, 0.04, 0.16, 0.64])
-    hub.reduce(0, numbers(5, 2, 7), (1, 1), now=0.12)
+        told.append(hub.sent[0].lull_seconds)
+    assert told == pytest.approx([0.01, 0.04, 0.16, 0.64, 1.0, 1.0])
+    hub.reduce(0, numbers(7, 2, 7), (1, 1), now=0.12)
     assert 0.08 < hub.sent[0].step_seconds < 0.16, "what a step took, and a tenth more"
+    assert hub.sent[0].lull_seconds == 0.0
+
+
+def test_who_has_nothing_left_to_train_on_contributes_its_last_steps_at_once() -> None:
+    """Fewer steps than its exchanges are worth are all that there will ever be."""
+    worker = WorkerAlone(Mpca(phases=2), buffers=0)
+    worker.gradient(exchange_seconds=10.0)  # so costly that the next contribution needs thousands of steps
+    worker.contributions.clear()
+    worker.broadcast(0, 1, 0.25)
+    assert worker.machine.least > 1000 and not worker.contributions
+    held = worker.machine.portion._held
+    while len(held) > 1:
+        held.pop()
+    worker.gradient()
+    assert not worker.contributions, "it has another mini-batch under way"
+    worker.gradient()
+    assert worker.machine.portion.idle
+    assert [(tag, weight) for tag, weight, *_ in worker.contributions] == [("shard 0 1", 3.0)]
+    worker.broadcast(1, 1, 0.25)
+    assert [(tag, weight) for tag, weight, *_ in worker.contributions][1:] == [("shard 1 1", 3.0)]
+    assert [type(effect) for effect in worker.broadcast(1, 2, 0.25)] == [SetTimer], "nothing new: it waits for its turn"
 
 
 def test_the_usual_worker_is_the_one_in_the_middle() -> None:

@@ -28,7 +28,8 @@ as keep what its exchanges cost below a share of what its gradients take. The pa
 Nobody waits for a straggler (section 4.6). A worker that has made too few steps contributes when it has made enough, so
 that a fast network does not circulate unchanged shards without end, but at the latest when the usual worker would have
 made them: the hub sees everybody's speed in the steps they tell, and tells all the median. A slow worker then
-contributes what it has, with weight 0 if that is nothing. As long as nobody has made a step, all wait longer each time.
+contributes what it has, with weight 0 if that is nothing. As long as nobody has made a step, all wait longer each time,
+up to a second. A worker that has nothing left to train on contributes its last steps at once: no more will follow.
 
 A worker that does not answer at all, because it is paused or cut off, is left out: a shard that takes several times as
 long as it usually does closes with what has come, and the hub asks those that are missing whether they are there. They
@@ -97,8 +98,10 @@ SETTLE_STEPS, SETTLE_SHARE = 200, 0.2
 RAMP_CYCLES, RAMP_SHARE = 20, 0.2
 #: what is measured of the workers fades by this factor with every cycle
 FADING = 0.9
-#: how much longer all wait each time, as long as nobody has made a step
+#: how much longer all wait each time, as long as nobody has made a step, and the longest wait: whoever makes a step in
+#: the end must not find all shards waiting elsewhere
 LULL_GROWTH = 4
+LULL_SECONDS_MAX = 1.0
 #: a worker's contribution may be so much later than that of the usual one
 ROOM = 1.1
 #: a shard is overdue after so many times what its cycle usually takes, and the longer the more often that was wrong
@@ -118,6 +121,8 @@ class Projected(Message, frozen=True):
     values: Tensor
     #: how many mini-batches of the run count so far
     position: int = 0
+    #: how long to wait at least, while nobody makes a step
+    lull_seconds: float = 0.0
 
 
 class AreYouThere(Message, frozen=True):
@@ -351,10 +356,11 @@ class MpcaHub:
             self._under_way[tag] = _Flight(shard, now, members)
             alpha = self._alpha()
             values, position = self._projected[shard], self.pace.position
-            projected = Projected(shard, cycle, alpha, self._step_seconds(), values, position)
+            projected = Projected(shard, cycle, alpha, self._step_seconds(), values, position, self._lull_seconds)
             effects += [Broadcast(stream_of(tag), members, projected), Reduce(tag, members)]
             if usual := self._usual_seconds[shard]:
-                limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + projected.step_seconds
+                waits = max(projected.step_seconds, projected.lull_seconds)
+                limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + waits
                 effects.append(SetTimer(stream_of(tag), limit))
         return effects
 
@@ -427,7 +433,8 @@ class MpcaHub:
 
     def _measure(self, shard: int, taus: dict[str, int], seconds: float, now: float) -> None:
         """Follow how fast the workers step; once in a cycle, in which every shard has its turn."""
-        self._lull_seconds = 0.0 if any(taus.values()) else max(LULL_GROWTH * self._lull_seconds, seconds)
+        lull = 0.0 if any(taus.values()) else max(LULL_GROWTH * self._lull_seconds, seconds)
+        self._lull_seconds = min(lull, LULL_SECONDS_MAX)
         if shard == 0:
             for worker in self.present:
                 self._rhythms.setdefault(worker, _Rhythm()).add(taus.get(worker, 0), now - self._measured_at)
@@ -445,7 +452,7 @@ class MpcaHub:
         """What a step takes the usual worker, and somewhat more, so that it is never cut short."""
         known = [rhythm.step_seconds for rhythm in self._rhythms.values()]
         usual = statistics.median_low(known) if known else math.inf
-        return max(ROOM * usual if usual < math.inf else 0.0, self._lull_seconds)
+        return ROOM * usual if usual < math.inf else 0.0
 
     def _count(self, now: float) -> list[Effect]:
         """A gradient counts once every shard has been reduced after it."""
@@ -517,11 +524,10 @@ class MpcaWorker:
                 return self._take(projected, members, now)
             case GradientReady(gradient=gradient):
                 self._count(event)
-                due = [shard for shard in sorted(self._awaited) if self.taus[shard] >= self.least]
-                contributions = [self._contribute(shard, now) for shard in due]
-                if self.options.penalty == "gradient":
-                    return [Step(self._tilted(gradient)), *contributions, *self._compute()]
-                return [Step(), *contributions, *self._displace(), *self._compute()]
+                tilted = self._tilted(gradient) if self.options.penalty == "gradient" else None
+                compute = self._compute()  # says whether anything is left to train on
+                contributions = [self._contribute(shard, now) for shard in sorted(self._awaited) if self._is_due(shard)]
+                return [Step(tilted), *contributions, *([] if tilted is not None else self._displace()), *compute]
             case Received(message=Lease() as lease):
                 return self.portion.take(lease)
             case Received(message=Recall()):
@@ -554,9 +560,9 @@ class MpcaWorker:
         self._awaited[shard] = Reduce(tag, members, snapshot(part.start, part.stop))
         if last is not None and projected.cycle > last + 1:  # the others went on without it
             self.taus[shard] = min(self.taus[shard], self.least)
-        left = self._given_at[shard] + self.least * projected.step_seconds - now
+        left = self._given_at[shard] + max(self.least * projected.step_seconds, projected.lull_seconds) - now
         # before it has begun it contributes a shard at once, but the same shard a second time only in its turn
-        if (self.running or last is not None) and self.taus[shard] < self.least and left > 0:
+        if (self.running or last is not None) and not self._is_due(shard) and left > 0:
             effects: list[Effect] = [SetTimer(stream_of(tag), left)]
         else:
             effects = [self._contribute(shard, now)]
@@ -575,6 +581,10 @@ class MpcaWorker:
             cycle = self._exchange_seconds * len(self._cut) / self._contributions
             allowed = self.options.exchange_share * self._compute_seconds / self.steps
             self.least = max(1, math.ceil(cycle / allowed))
+
+    def _is_due(self, shard: int) -> bool:
+        """It has made enough steps for a contribution, or all that it can make."""
+        return self.taus[shard] >= (1 if self.portion.idle else self.least)
 
     def _contribute(self, shard: int, now: float) -> Reduce:
         """The awaited contribution of a shard, with the steps that it has."""
@@ -603,7 +613,7 @@ class MpcaWorker:
         return tilted
 
     def check(self) -> None:
-        if any(self.taus[shard] >= self.least for shard in self._awaited):
+        if any(self._is_due(shard) for shard in self._awaited):
             raise InvariantBroken(f"contributions of shards {sorted(self._awaited)} are held back")
 
 
