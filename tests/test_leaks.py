@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ class Large(Blobs):
 
 
 def descriptors() -> list[str]:
-    """What this process has open, each by what it is."""
+    """What this process has open, each by what it is, but for what only waits to be collected, as of earlier tests."""
+    gc.collect()
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -61,7 +63,7 @@ def test_runs_in_one_process_leave_no_descriptor_no_thread_and_no_memory(
     opened, threads, (mapped, resident) = descriptors(), threading.active_count(), memory_bytes()
     for number in range(runs):
         train_quietly(Large(), options, Local(1), tmp_path / str(number), **goal)
-    assert descriptors() == opened and threading.active_count() == threads
+    assert not Counter(descriptors()) - Counter(opened) and threading.active_count() <= threads
     mapped_now, resident_now = memory_bytes()
     # one more of the allocator's arenas is no leak
     assert mapped_now - mapped < 160e6 and resident_now - resident < 80e6
