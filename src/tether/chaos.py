@@ -358,7 +358,7 @@ def _checkpoints(blow: Blow) -> int:
 
 
 def _await_steps(run: Path, steps: float, checkpoints: int, command: _Command, seconds: float) -> bool:
-    """Wait until a worker has made so many steps and so many checkpoints are there; whether it came to that."""
+    """Wait until a worker has made this many steps and this many checkpoints exist; False if the run ended first."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and command.process.poll() is None:
         with suppress(OSError):

@@ -41,7 +41,7 @@ class Interruption:
 
     @property
     def reason(self) -> str | None:
-        """Why the run shall end, if it shall."""
+        """Why the run is to end; None if it goes on."""
         return "interrupted by the user" if self.happened else None
 
     def seconds_left(self) -> float:
