@@ -21,7 +21,7 @@ class Digits(tether.Task):
         images, labels = batch
         return nn.functional.cross_entropy(model(images), labels)
 
-    def evaluate(self, model):  # beside training, on the joint model
+    def evaluate(self, model):  # during training, on the joint model
         images, labels = self.samples(held_out=True)
         return {"error": (model(images).argmax(1) != labels).float().mean().item()}
 

@@ -1,4 +1,4 @@
-"""Try a cluster before it is bought: the same task on 8 simulated machines, priced as ResNet-110 on two networks."""
+"""Try a cluster before you buy it: the same task on 8 simulated machines, priced as ResNet-110, on two networks."""
 
 import tether
 from tether.tasks.digits import Digits

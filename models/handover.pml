@@ -1,22 +1,24 @@
-/* How nodes hand tensors to each other through shared memory (src/tether/runtimes/memory.py), for the model checker Spin.
+/* How nodes hand tensors to each other through shared memory (src/tether/runtimes/process/memory.py), for the model
+   checker Spin.
 
-   A learner pushes gradients to a hub and pulls weights, which are the answers. Each has a region of blocks that the
-   other can see. A tensor goes in two parts, as collectives send them: two loans of one block, which are told to the
-   receiver by two messages. Either process may be killed before any of its steps; the other is then told.
+   A worker, which GaDei and this model call a learner, pushes gradients to a hub; the hub answers each with weights.
+   Both have a region of blocks that the other can see. A tensor goes in two parts, as collectives send them: two loans
+   of one block, each in a message of its own. Either process may be killed before any of its steps; the other is then
+   told of the death.
 
-   What is checked, in every order of steps:
-   - No deadlock: everybody who lives comes to the end (GaDei, theorem 2).
-   - Every part of every gradient is taken exactly once, if both live (GaDei, theorem 3), and never twice.
+   The checker tries every order of steps, and verifies:
+   - No deadlock: every process that lives comes to its end (GaDei, theorem 2).
+   - The hub uses every part of every gradient exactly once if both live (GaDei, theorem 3), and never twice.
    - No block changes while it is read.
-   - Nothing stays lent for ever.
+   - No loan stays out for ever.
 
    A macro drops one rule, and the checker must then find what goes wrong:
-   REUSE_LENT      a block is used again though it is lent
-   RETURN_EARLY    a loan is returned before it is read
-   LEND_LATE       the byte of a loan is set after the message has gone
-   KEEP_DEAD       what a dead peer was lent is not taken back
-   FORGET_LIVING   what a living peer was lent is taken back
-   NO_NEWS         nobody is told of a death
+   REUSE_LENT      a block is used again while it is lent
+   RETURN_EARLY    a loan is returned before its block is read
+   LEND_LATE       the byte of a loan is set after the message is sent
+   KEEP_DEAD       loans to a dead peer are not taken back
+   FORGET_LIVING   loans to a living peer are taken back
+   NO_NEWS         a process is not told of the other's death
    WAIT_FOR_ROOM   a sender without a free block waits instead of sending the tensor in the message */
 
 #define LEARNER 0
@@ -28,27 +30,27 @@
 #define GRADIENTS 3
 #endif
 #ifndef AHEAD
-#define AHEAD 2          /* gradients that may be unanswered */
+#define AHEAD 2          /* how many gradients may be unanswered */
 #endif
 #define NONE 255
 #define WRITING 254
 
-/* shared: what the blocks of a region hold, and the bytes of its loans */
+/* shared: the contents of the blocks of each region, and the bytes of its loans */
 byte content[2 * BLOCKS];
 bool byte_set[2 * LOANS];
 
-/* private to the owner of a region: the block of each loan, or NONE */
+/* private to the owner of a region: the block of each loan, or NONE if the loan is free */
 byte lent[2 * LOANS] = NONE;
 
 /* the sockets: value, part, loan, block */
 chan to_hub = [GRADIENTS * PARTS] of { byte, byte, byte, byte };
 chan to_learner = [GRADIENTS * PARTS] of { byte, byte, byte, byte };
 
-bool finished;              /* the learner has all its answers, and stays until the hub has ended */
+bool finished;              /* the learner has all its answers, and waits until the hub has ended */
 bool dead[2], told[2], ended[2];
 byte taken[GRADIENTS * PARTS];
 
-/* which of the owner's loans have been returned */
+/* take back the loans that have been returned */
 inline sweep(me) {
     atomic {
         for (i : 0 .. LOANS - 1) {
@@ -137,7 +139,7 @@ inline send(me, channel, value) {
     atomic { part = 0; loan = NONE; block = NONE }
 }
 
-/* use what a message tells of, which takes more than one step; the loan is returned by `give_back` */
+/* read the tensor of a message, which takes more than one step; `give_back` returns the loan */
 inline use(peer, value) {
     if
     :: loan == NONE
@@ -158,7 +160,7 @@ inline give_back(peer) {
     atomic { loan = NONE; block = NONE; part = 0 }
 }
 
-/* take back all that the peer was lent */
+/* take back all loans to the peer */
 inline forget(me) {
     atomic {
         for (i : 0 .. LOANS - 1) {
@@ -179,7 +181,7 @@ active proctype learner() {
             pushed++
         :: to_learner ? value, part, loan, block ->
             use(HUB, value);
-            answered = answered + part;   /* the last part, which is number 1, completes an answer */
+            answered = answered + part;   /* the last part, number 1, completes an answer */
             give_back(HUB)
         :: answered == GRADIENTS -> break
         :: told[LEARNER] -> break
@@ -212,7 +214,7 @@ active proctype hub() {
             assert(taken[value * PARTS + part] == 1);
             if
             :: part == PARTS - 1 ->
-                held = loan;               /* the answer goes before the last reference to the gradient is dropped */
+                held = loan;               /* the answer is sent before the last reference to the gradient is dropped */
                 send(HUB, to_learner, value);
                 loan = held;
                 held = NONE
@@ -230,7 +232,7 @@ active proctype hub() {
     ended[HUB] = true
 }
 
-/* kill -9 at any step, and the news of it */
+/* kill -9 at any step, and telling the other process */
 active proctype killer() {
     if
     :: dead[LEARNER] = true
@@ -245,7 +247,7 @@ active proctype killer() {
 #endif
 }
 
-/* what must hold when everybody has come to the end */
+/* what must hold when both processes have ended */
 active proctype judge() {
     byte i;
     ended[LEARNER] && ended[HUB];

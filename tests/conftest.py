@@ -57,7 +57,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def spark() -> Iterator[Any]:
     """A cluster of three executors on this machine, which takes half a minute to start: all tests share it."""
     pytest.importorskip("pyspark", reason="pyspark is not installed")
-    from tether.runtimes import jvm
+    from tether.runtimes.spark import jvm
 
     session = jvm.session("local-cluster[3,3,1024]")
     yield session

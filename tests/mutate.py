@@ -1,16 +1,16 @@
-"""Damage as disks, networks and strangers make it, for tests of everything that decodes bytes."""
+"""Damage such as disks, networks and attackers cause, for tests of everything that decodes bytes."""
 
 from __future__ import annotations
 
 import random
 
 PAGE_BYTES = 4096
-#: what a length that was set on purpose may claim
+#: lengths that an attacker may claim
 LENGTHS = (0, 1, 0x7F, 0x80, 0xFF, 0xFFFF, 0x7FFF_FFFF, 0xFFFF_FFFF, 0x7FFF_FFFF_FFFF_FFFF, 0xFFFF_FFFF_FFFF_FFFF)
 
 
 def mutations(data: bytes, rng: random.Random) -> bytes:
-    """The data with one to three kinds of damage: never what it was, unless nothing was there to damage."""
+    """The data with one to three kinds of damage; always changed, unless it was empty."""
     damaged = data
     while damaged == data:
         for _ in range(rng.randint(1, 3)):
@@ -32,14 +32,14 @@ def _truncate(data: bytes, rng: random.Random) -> bytes:
 
 
 def _zero_page(data: bytes, rng: random.Random) -> bytes:
-    """As after a crash of a file system; in data of less than a page, a part of it."""
+    """Zero a page, as a crash of a file system does; if the data are shorter than a page, a part of them."""
     size = min(PAGE_BYTES, max(1, len(data) // 4))
     start = rng.randrange(len(data) // size + 1) * size
     return data[:start] + bytes(len(data[start : start + size])) + data[start + size :]
 
 
 def _set_length(data: bytes, rng: random.Random) -> bytes:
-    """A number of 1 to 8 bytes, somewhere or at the very beginning, that claims to be a length."""
+    """Write a number of 1 to 8 bytes, which may be read as a length, at a random place or at the very beginning."""
     width = rng.choice((1, 2, 4, 8))
     start = rng.choice((0, rng.randrange(len(data) + 1)))
     claimed = rng.choice(LENGTHS) & (1 << 8 * width) - 1
@@ -47,7 +47,7 @@ def _set_length(data: bytes, rng: random.Random) -> bytes:
 
 
 def _set_digits(data: bytes, rng: random.Random) -> bytes:
-    """Another number in a text that has numbers: negative, fractional, huge, or none at all."""
+    """Replace a digit in a text by something else: a negative, fractional or huge number, or not a number at all."""
     places = [at for at, byte in enumerate(data[:65536]) if chr(byte).isdigit()]
     if not places:
         return _flip_bits(data, rng)
@@ -57,7 +57,7 @@ def _set_digits(data: bytes, rng: random.Random) -> bytes:
 
 
 def _move(data: bytes, rng: random.Random) -> bytes:
-    """A part of the data somewhere else, in place of what was there or before it."""
+    """Copy a part of the data to another place, over the bytes there or before them."""
     start, target = (rng.randrange(len(data) + 1) for _ in range(2))
     part = data[start : start + rng.randint(1, 64)]
     return data[:target] + part + data[target + len(part) * rng.randint(0, 1) :]

@@ -1,17 +1,25 @@
-"""The command line as a person uses it: what is printed where, and what is said about wrong input."""
+"""The command line as a person uses it: what is printed where, and how wrong input is refused."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import math
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tether import cli
+from tether.bench.spark import output_of
+from tether.cli import app as cli
+from tether.cli.bench import BENCHMARKS
+from tether.cli.output import show_report
+from tether.errors import RunError
 from tether.protocols import known
 
 KEYS = {
@@ -169,7 +177,7 @@ class Said(NamedTuple):
 def tether(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[[str], Said]]:
-    """Runs a command line in an empty directory that has a file of tasks."""
+    """Runs a command line in a directory that has only a file of tasks."""
     (tmp_path / "bad.py").write_text(TASKS)
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGTERM)
@@ -355,23 +363,25 @@ WRONG = [
     ("train bad.py:FailingMetrics --on sim", "evaluate() failed: ZeroDivisionError"),
     ("train bad.py:NeedsClosure --on sim", "LBFGS calls the loss itself"),
     ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
-    ("resume nowhere", "is no run directory"),
+    ("resume nowhere", "is not a run directory"),
     ("report nowhere", "nowhere"),
     (
         "bench nothing",
         "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, grid, mpca, overhead, rudra",
     ),
+    ("bench scaelup", "Did you mean 'scaleup'?"),
+    ("trian digits", "unknown command 'trian'; known: bench, chaos, demo"),
     ("bench accuracy", "needs a folder with mr_polarity.csv, trec_train.csv, banking77_train.csv: --data DIR"),
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), WRONG, ids=[line for line, _ in WRONG])
-def test_wrong_input_is_told_in_words_with_status_2(tether: Callable[[str], Said], line: str, told: str) -> None:
+@pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
+def test_wrong_input_is_explained_with_status_2(tether: Callable[[str], Said], line: str, message: str) -> None:
     said = tether(line)
     assert said.status == 2
-    assert told in said.err.replace("\n", " ")
+    assert message in said.err.replace("\n", " ")
     assert "Traceback" not in said.err
     assert said.out == ""
 
@@ -380,7 +390,7 @@ def test_a_task_with_shapes_in_its_optimizer_trains_where_steps_are_local(tether
     assert train(tether, "bad.py:NeedsShapes --on sim --steps 4")["steps"] == 4
 
 
-def test_a_model_that_has_not_learned_is_told_in_the_table_and_in_json(tether: Callable[[str], Said]) -> None:
+def test_a_model_that_has_not_learned_has_a_warning_in_the_table_and_in_json(tether: Callable[[str], Said]) -> None:
     line = "train bad.py:Stuck --on sim --steps 4"
     assert "no better than before training" in " ".join(tether(line).out.split())
     assert "no better than before training" in json.loads(tether(f"{line} --json").out)["warning"]
@@ -410,13 +420,13 @@ BLAMED = {
 
 
 @pytest.mark.parametrize("name", BLAMED)
-def test_what_the_users_code_raises_is_told_once_with_its_line_and_no_traceback(
+def test_what_the_users_code_raises_is_shown_once_with_its_line_and_no_traceback(
     tether: Callable[[str], Said], name: str
 ) -> None:
-    told, line = BLAMED[name]
+    message, line = BLAMED[name]
     said = tether(f"train bad.py:{name} --on sim --steps 4")
     assert said.status == 2 and said.out == ""
-    assert said.err.count(told) == 1, said.err
+    assert said.err.count(message) == 1, said.err
     assert where(line) in said.err
     assert "Traceback" not in said.err and "internal" not in said.err
 
@@ -432,13 +442,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_task_of_wrong_types_is_refused_in_words_once(tether: Callable[[str], Said], name: str) -> None:
+def test_a_task_of_wrong_types_is_refused_once_with_the_reason(tether: Callable[[str], Said], name: str) -> None:
     said = tether(f"train bad.py:{name} --on sim --steps 4")
     assert said.status == 2 and said.err.count(REFUSED[name]) == 1, said.err
     assert "Traceback" not in said.err
 
 
-def test_cuda_without_cuda_is_told_with_what_to_do(tether: Callable[[str], Said]) -> None:
+def test_cuda_without_cuda_is_refused_with_what_to_do(tether: Callable[[str], Said]) -> None:
     assert "leave the model on the CPU" in tether("train bad.py:OnCuda --on sim --steps 4").err
 
 
@@ -493,7 +503,109 @@ def test_a_file_of_tasks_is_run_once_however_often_its_task_is_looked_up(
     assert "read again" in tether("train loud.py:Good --on sim --steps 2").out, "but a changed file is another"
 
 
-def test_a_syntax_error_is_told_with_its_line_and_no_traceback(tether: Callable[[str], Said], tmp_path: Path) -> None:
+def test_a_syntax_error_is_shown_with_its_line_and_no_traceback(tether: Callable[[str], Said], tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import tether\nclass T(tether.Task:\n")
     said = tether("train broken.py:T --on sim")
     assert said.status == 2 and "SyntaxError" in said.err and "(line 2)" in said.err and "Traceback" not in said.err
+
+
+# ---- help, benchmarks and the demo ----------------------------------------------------------------------------------
+
+
+def options_in(text: str) -> set[str]:
+    """The long options that a help names at the beginning of a line."""
+    return set(re.findall(r"^\W*(--[a-z][a-z-]*)", text, re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_help_of_a_benchmark_names_its_own_options_and_no_others(tether: Callable[[str], Said], name: str) -> None:
+    module = __import__(f"tether.bench.{name}", fromlist=[name])
+    own = {"--" + parameter.replace("_", "-") for parameter in inspect.signature(getattr(module, name)).parameters}
+    said = tether(f"bench {name} --help")
+    assert said.status == 0
+    assert options_in(said.out) == own | {"--json", "--help"}
+    first_line = str(getattr(module, name).__doc__).splitlines()[0]
+    assert first_line in " ".join(said.out.split())
+
+
+def test_the_help_of_the_group_lists_every_benchmark(tether: Callable[[str], Said]) -> None:
+    said = tether("bench --help")
+    assert said.status == 0
+    shown = " ".join(said.out.replace("│", " ").split())
+    for name, line in BENCHMARKS.items():
+        assert f" {name} {line}" in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("bench sim --rounds 3", "No such option: --rounds"),
+        ("bench scaleup --target 0.1", "No such option: --target"),
+        ("bench scaling --workers 4,x", "Invalid value for '--workers': '4,x' is not understood"),
+        ("bench cycles --steps 0", "Invalid value for '--steps': '0' is not understood"),
+        ("bench accuracy --texts few.csv", "write it like a.csv:2,b.csv:7.5"),
+    ],
+)
+def test_a_benchmark_refuses_options_that_it_does_not_have_and_values_that_it_cannot_read(
+    tether: Callable[[str], Said], line: str, message: str
+) -> None:
+    said = tether(line)
+    assert said.status == 2 and said.out == ""
+    assert message in " ".join(said.err.replace("│", " ").split())
+
+
+def test_a_benchmark_takes_its_options_and_prints_one_json_object(tether: Callable[[str], Said]) -> None:
+    report = json.loads(tether("bench sim --workers 9 --steps 2 --json").out)
+    assert report["bench"] == "sim" and {row["workers"] for row in report["rows"]} == {8, 9}
+    assert "server 9 over 8 workers" in tether("bench sim --workers 9 --steps 2").out.replace("_", " ")
+
+
+def test_a_target_that_is_not_reached_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
+    show_report({"rows": [{"seconds": math.inf}], "ratios": {"over mpca": math.nan}}, as_json=True)
+    assert json.loads(capsys.readouterr().out) == {"rows": [{"seconds": None}], "ratios": {"over mpca": None}}
+
+
+def test_a_command_that_fails_on_emulated_hosts_shows_what_it_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; print('on out'); print('on err', file=sys.stderr); sys.exit({})"
+    command = [sys.executable, "-c"]
+    assert output_of([*command, program.format(0)], {}) == "on out\n"
+    assert capfd.readouterr().err == "on err\n"
+    with pytest.raises(RunError, match=r"status 3. It printed:\non out\non err"):
+        output_of([*command, program.format(3)], {})
+
+
+@pytest.mark.parametrize("line", ["--help", "bench --help"])
+def test_help_needs_neither_torch_nor_a_command_of_its_list(line: str) -> None:
+    program = f"""
+import sys
+from tether.cli import main
+sys.argv = ["tether", *{line.split()}]
+try:
+    main()
+except SystemExit as ended:
+    assert not ended.code
+heavy = {{"torch", "numpy", "matplotlib", "tether.api", "tether.cli.train", "tether.bench.common"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_demo_compares_protocols_on_a_slow_network_and_writes_two_reports(
+    tether: Callable[[str], Said], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tether.cli.demo.TARGET", 0.2)  # sooner reached
+    said = tether("demo --to out --epochs 1")
+    assert said.status == 0, said.err
+    for label in ("one worker", "server", "averaging", "DiLoCo", "mpca"):
+        _, _, seconds, speedup, computing = row(said, label)
+        assert int(seconds) > 0 and float(speedup) > 0 and computing.endswith("%"), label
+    assert "times as fast as one worker" in said.out
+    for place, runs in (("report", 5), ("report-processes", 2)):
+        assert f"digits: {runs} runs" in (tmp_path / "out" / place / "report.html").read_text()
+
+
+def row(said: Said, label: str) -> list[str]:
+    """The cells of the last row of a table that begins with this label."""
+    lines = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.out.splitlines()]
+    return next((cells for cells in reversed(lines) if cells[0] == label), [])

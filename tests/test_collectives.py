@@ -1,7 +1,7 @@
 """Broadcast and reduction under every order of deliveries and deaths that a seed can think of.
 
-A `Network` holds one `Collectives` per node and queues between each two of them. A seed decides what happens next: a
-message is delivered, a node contributes, a node dies, another hears of it, one joins. The root never dies.
+A `Network` holds one `TreeCollectives` per node and queues between each two of them. A seed decides what happens next:
+a message is delivered, a node contributes, a node dies, another hears of it, one joins. The root never dies.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from tether.machine import Broadcast, Broadcasted, Event, Message, Reduce, Reduced
-from tether.runtimes import collectives
-from tether.runtimes.collectives import Collectives, Down, Up
+from tether.core.effects import Broadcast, Reduce
+from tether.core.events import Broadcasted, Event, Reduced
+from tether.core.message import Message, Stream, Tag
+from tether.protocols.averaging import ROUND
+from tether.runtimes import tree as collectives
+from tether.runtimes.tree import Down, TreeCollectives, Up
 
 SEEDS = range(600)
 ROUNDS = 4
@@ -55,7 +58,7 @@ class Peer:
         self.lost: set[str] = set()
         self.heard: list[int] = []
         self.open: Broadcasted | None = None
-        self.part = Collectives(name, self.send, network.scale)
+        self.part = TreeCollectives(name, self.send, network.scale)
 
     def send(self, to: str, message: Message) -> None:
         if to not in self.lost:
@@ -76,7 +79,7 @@ class Peer:
             values[self.network.position(self.name)] = 1.0
         else:
             values = torch.full((SIZE,), 3.0)
-        effect = Reduce(f"round {self.open.message.round}", self.open.members, values, self.network.weight(self.name))
+        effect = Reduce(Tag(ROUND, self.open.message.round), self.open.members, values, self.network.weight(self.name))
         self.open = None
         self.take(self.part.reduce(effect))
 
@@ -131,12 +134,12 @@ class Network:
         root = self.peers["root"]
         self.round += 1
         self.members = ("root", *(name for name in self.names if name != "root" and name not in root.lost))
-        root.part.broadcast(Broadcast("joint", self.members, note(self.round)))
+        root.part.broadcast(Broadcast(Stream("joint"), self.members, note(self.round)))
         if self.round < ROUNDS:
-            root.take(root.part.reduce(Reduce(f"round {self.round}", self.members)))
+            root.take(root.part.reduce(Reduce(Tag(ROUND, self.round), self.members)))
 
     def close(self, event: Reduced) -> None:
-        assert event.tag == f"round {self.round}", "a round closed that was not open"
+        assert event.tag == Tag(ROUND, self.round), "a round closed that was not open"
         survivors = {name for name in self.members[1:] if name not in self.dead}
         assert survivors <= set(event.contributors), f"lacks the survivors {survivors - set(event.contributors)}"
         assert set(event.contributors) <= set(self.members[1:]), "somebody contributed who was not asked"
@@ -266,38 +269,43 @@ def test_nothing_is_kept_of_a_reduction_after_the_next_broadcast_whoever_dies() 
 def test_the_root_may_close_a_reduction_with_what_has_come() -> None:
     sent: list[tuple[str, Any]] = []
     members = ("root", "w0", "w1", "w2")  # w2 is below w0
-    root = Collectives("root", lambda to, message: sent.append((to, message)))
-    assert root.reduce(Reduce("r 7", members)) == []
-    assert root.receive(Up("r 7", members, torch.full((2,), 6.0), 3.0, {"w1": 5})) == []
-    (closed,) = root.reduce(Reduce("r 7", ("root",)))
+    root = TreeCollectives("root", lambda to, message: sent.append((to, message)))
+    assert root.reduce(Reduce(Tag(Stream("r"), 7), members)) == []
+    assert root.receive(Up(Tag(Stream("r"), 7), members, torch.full((2,), 6.0), 3.0, {"w1": 5})) == []
+    (closed,) = root.reduce(Reduce(Tag(Stream("r"), 7), ("root",)))
     assert isinstance(closed, Reduced) and closed.total is not None
     assert (closed.weight, closed.contributors, closed.steps) == (3.0, ("w1",), (5,))
-    late = Up("r 7", members, torch.ones(2), 1.0, {"w0": 1, "w2": 1})
+    late = Up(Tag(Stream("r"), 7), members, torch.ones(2), 1.0, {"w0": 1, "w2": 1})
     assert root.receive(late) == [] and not root._reductions, "what comes too late leaves nothing behind"
 
 
 def test_whoever_was_away_for_long_forgets_what_was_closed_meanwhile() -> None:
     members = ("root", "w0", "w1")
-    member = Collectives("w0", lambda to, message: None)
+    member = TreeCollectives("w0", lambda to, message: None)
     for number in (1, 2):
-        member.reduce(Reduce(f"r {number}", members, torch.ones(2), 1.0))
-        member.reduce(Reduce(f"other {number}", members, torch.ones(2), 1.0))
-    member.receive(Down("r", 900, members, ("r 900", "other 1"), Note(900, torch.zeros(1))))
-    assert list(member._reductions) == ["other 2"]
-    member.receive(Up("r 3", members, torch.ones(2), 1.0, {"w2": 1}))
-    assert list(member._reductions) == ["other 2"]
+        member.reduce(Reduce(Tag(Stream("r"), number), members, torch.ones(2), 1.0))
+        member.reduce(Reduce(Tag(Stream("other"), number), members, torch.ones(2), 1.0))
+    member.receive(
+        Down(Stream("r"), 900, members, (Tag(Stream("r"), 900), Tag(Stream("other"), 1)), Note(900, torch.zeros(1)))
+    )
+    assert list(member._reductions) == [Tag(Stream("other"), 2)]
+    member.receive(Up(Tag(Stream("r"), 3), members, torch.ones(2), 1.0, {"w2": 1}))
+    assert list(member._reductions) == [Tag(Stream("other"), 2)]
 
 
 def test_a_member_that_was_spared_a_broadcast_still_hears_what_was_closed() -> None:
     members = ("root", "a", "b", "c")  # c is a child of a
     sent: list[tuple[str, Any]] = []
-    root, c = Collectives("root", lambda to, message: sent.append((to, message))), Collectives("c", lambda *_: None)
-    c.reduce(Reduce("r", members, torch.ones(2), 1.0))
+    root, c = (
+        TreeCollectives("root", lambda to, message: sent.append((to, message))),
+        TreeCollectives("c", lambda *_: None),
+    )
+    c.reduce(Reduce(Tag(Stream("r"), 0), members, torch.ones(2), 1.0))
     for covers in ({"a": 0, "c": 0}, {"b": 0}):
-        root.receive(Up("r", members, torch.ones(2), float(len(covers)), covers))
-    assert root.reduce(Reduce("r", members))
+        root.receive(Up(Tag(Stream("r"), 0), members, torch.ones(2), float(len(covers)), covers))
+    assert root.reduce(Reduce(Tag(Stream("r"), 0), members))
     for number in (0, 1):  # both go to a, who dies before it passes any of them on
-        root.broadcast(Broadcast("joint", members, note(number)))
+        root.broadcast(Broadcast(Stream("joint"), members, note(number)))
     sent.clear()
     root.lost("a"), c.lost("a")
     assert [(to, message.number) for to, message in sent] == [("c", 1)]
@@ -312,11 +320,11 @@ def test_a_message_travels_along_a_tree_and_not_from_the_root_to_all() -> None:
 
 def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_round() -> None:
     told: list[tuple[str, Any]] = []
-    member = Collectives("b", lambda to, message: told.append((to, message)))
+    member = TreeCollectives("b", lambda to, message: told.append((to, message)))
     members = ("a", "b", "c", "d")
 
     def down(number: int) -> Down[Note]:
-        return Down("joint", number, members, (), note(number))
+        return Down(Stream("joint"), number, members, (), note(number))
 
     (event,) = member.receive(down(1))
     assert isinstance(event, Broadcasted) and event.message.round == 1  # type: ignore[attr-defined]
@@ -327,8 +335,8 @@ def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_rou
 
 def test_a_sum_goes_up_once_to_each_parent() -> None:
     told: list[tuple[str, Any]] = []
-    member = Collectives("d", lambda to, message: told.append((to, message)))
-    member.reduce(Reduce("r", ("a", "b", "c", "d", "e"), torch.ones(2), weight=3.0))
+    member = TreeCollectives("d", lambda to, message: told.append((to, message)))
+    member.reduce(Reduce(Tag(Stream("r"), 0), ("a", "b", "c", "d", "e"), torch.ones(2), weight=3.0))
     assert [to for to, _ in told] == ["b"]
     member.lost("c"), member.lost("e")
     assert len(told) == 1
@@ -339,7 +347,7 @@ def test_a_sum_goes_up_once_to_each_parent() -> None:
 
 
 def test_a_vector_s_buffers_are_a_part_of_their_own_however_many_there_are() -> None:
-    node = Collectives("a", lambda *_: None, bytes_scale=LARGE, parameter_count=SIZE, length=2 * SIZE + 1)
+    node = TreeCollectives("a", lambda *_: None, bytes_scale=LARGE, parameter_count=SIZE, length=2 * SIZE + 1)
     whole = torch.arange(2 * SIZE + 1.0)
     assert [len(part) for part in node._cut(whole)] == [*[SIZE // PARTS] * PARTS, SIZE + 1]
     assert [len(part) for part in node._cut(whole[SIZE:])] == [SIZE + 1]
@@ -347,37 +355,37 @@ def test_a_vector_s_buffers_are_a_part_of_their_own_however_many_there_are() -> 
 
 
 def test_streams_are_independent_of_each_other() -> None:
-    member = Collectives("b", lambda to, message: None)
-    for stream in ("one", "two"):
+    member = TreeCollectives("b", lambda to, message: None)
+    for stream in (Stream("one"), Stream("two")):
         assert len(member.receive(Down(stream, 0, ("a", "b"), (), note(0)))) == 1
 
 
 def test_nobody_left_gives_a_sum_of_weight_zero() -> None:
-    root = Collectives("root", lambda to, message: None)
-    assert root.reduce(Reduce("r", ("root", "w0"))) == []
-    assert root.lost("w0") == [Reduced("r", None, 0.0, ())]
-    assert root.reduce(Reduce("alone", ("root",))) == [Reduced("alone", None, 0.0, ())]
+    root = TreeCollectives("root", lambda to, message: None)
+    assert root.reduce(Reduce(Tag(Stream("r"), 0), ("root", "w0"))) == []
+    assert root.lost("w0") == [Reduced(Tag(Stream("r"), 0), None, 0.0, ())]
+    assert root.reduce(Reduce(Tag(Stream("alone"), 0), ("root",))) == [Reduced(Tag(Stream("alone"), 0), None, 0.0, ())]
 
 
 # ---- would these tests notice? --------------------------------------------------------------------------------------
 
 
 def never_resend_broadcasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(self: Collectives, peer: str) -> list[Event]:
+    def lost(self: TreeCollectives, peer: str) -> list[Event]:
         self._dead.add(peer)
         return [event for tag in list(self._reductions) for event in self._advance(tag)]
 
-    monkeypatch.setattr(Collectives, "lost", lost)
+    monkeypatch.setattr(TreeCollectives, "lost", lost)
 
 
 def never_resend_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = Collectives._advance
+    advance = TreeCollectives._advance
 
-    def once(self: Collectives, tag: str) -> list[Event]:
+    def once(self: TreeCollectives, tag: str) -> list[Event]:
         sums = self._reductions[tag].sums
         return [] if any(part.sent is not None for part in sums) else advance(self, tag)
 
-    monkeypatch.setattr(Collectives, "_advance", once)
+    monkeypatch.setattr(TreeCollectives, "_advance", once)
 
 
 def add_overlapping_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,20 +398,20 @@ def add_overlapping_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_nobody_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Collectives, "_below", lambda self, members: set())
+    monkeypatch.setattr(TreeCollectives, "_below", lambda self, members: set())
 
 
 def wait_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    below = Collectives._below
+    below = TreeCollectives._below
 
-    def all_below(self: Collectives, members: tuple[str, ...]) -> set[str]:
+    def all_below(self: TreeCollectives, members: tuple[str, ...]) -> set[str]:
         dead, self._dead = self._dead, set()
         try:
             return below(self, members)
         finally:
             self._dead = dead
 
-    monkeypatch.setattr(Collectives, "_below", all_below)
+    monkeypatch.setattr(TreeCollectives, "_below", all_below)
 
 
 MUTATIONS = [
@@ -423,8 +431,8 @@ def test_a_planted_bug_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_older_broadcast_of_another_stream_does_not_make_closed_reductions_forgotten() -> None:
     members = ("root", "b", "c", "d")
-    b = Collectives("b", lambda *_: None)
-    b.receive(Down("two", 5, members, ("r",), note(5)))
-    b.receive(Down("one", 2, members, (), note(2)))
-    b.receive(Up("r", members, torch.ones(2), 1.0, {"d": 0}))
+    b = TreeCollectives("b", lambda *_: None)
+    b.receive(Down(Stream("two"), 5, members, (Tag(Stream("r"), 0),), note(5)))
+    b.receive(Down(Stream("one"), 2, members, (), note(2)))
+    b.receive(Up(Tag(Stream("r"), 0), members, torch.ones(2), 1.0, {"d": 0}))
     assert not b._reductions

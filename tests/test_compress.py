@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import pytest
@@ -16,37 +16,27 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tether import Averaging, Faults, Local, Server, Sim, Single, StepTime, UsageError
-from tether.compress import BLOCK, Compressor, Packed, Stream, decode, encode, unpack
+from tether.analysis.report import table
+from tether.analysis.runs import load_run
+from tether.api import replay_recorded
+from tether.core import message
+from tether.core.compress import BLOCK, Compressor, Packed, Stream, decode, encode, unpack
+from tether.core.effects import Broadcast, Effect, Reduce, Send
+from tether.core.events import Broadcasted, Event, PeerLost, Received, TimerFired
+from tether.core.machine import Node, Replica
+from tether.core.message import Message, Tag, Timer, tensors_of, with_tensors
+from tether.core.trace import Meter
+from tether.core.wire import Codec
 from tether.errors import WireError
-from tether.machine import (
-    Broadcast,
-    Broadcasted,
-    Effect,
-    Event,
-    Message,
-    Node,
-    PeerLost,
-    Received,
-    Reduce,
-    Replica,
-    Send,
-    TimerFired,
-    tensors_of,
-    with_tensors,
-)
-from tether.plan import RunPlan
+from tether.execution.plan import RunPlan
 from tether.protocols import Options
-from tether.protocols.averaging import Effort, Joint
-from tether.protocols.pushes import Mark, Push, Weights
-from tether.report import load_run, table
-from tether.run import replay_recorded
-from tether.runtimes.collectives import Down, Up
+from tether.protocols.averaging import ROUND, Effort, Joint
+from tether.protocols.mpca import tag_of
+from tether.protocols.server.messages import Mark, Push, Weights
 from tether.runtimes.interpreter import Interpreter, Recorder, message_bytes
-from tether.runtimes.process import message_types
+from tether.runtimes.tree import Down, Up, message_types
 from tether.tasks.digits import Digits
-from tether.testing import Blobs, train_quietly
-from tether.trace import Meter
-from tether.wire import Codec
+from tether.testing.conformance import Blobs, train_quietly
 
 CODES = ("fp16", "bf16", "int8")
 LENGTHS = (0, 1, 2, 255, 256, 1023, 1024, 1025, 2048, 5000)
@@ -142,7 +132,7 @@ def test_a_tensor_of_several_dimensions_keeps_them(code: str) -> None:
 
 @pytest.mark.parametrize(("code", "share_max"), [("fp16", 0.5), ("bf16", 0.5), ("int8", 0.255)])
 @pytest.mark.parametrize("length", [256, 1025, 5000, 100_000])
-def test_what_travels_is_that_much_smaller(code: str, share_max: float, length: int) -> None:
+def test_what_is_sent_is_smaller_by_this_share(code: str, share_max: float, length: int) -> None:
     compressor = Compressor(code)
     packed = compressor.pack(TO_HUB, Weights(0, vector(length)))
     assert 0.25 * 4 * length < message_bytes(packed) <= share_max * 4 * length
@@ -295,7 +285,7 @@ def test_a_relay_passes_on_exactly_what_it_was_given() -> None:
         assert relay.squared_error == 0 < hub.squared_error
 
 
-def test_buffers_travel_as_they_are() -> None:
+def test_buffers_are_sent_as_they_are() -> None:
     compressor = Compressor("int8", parameter_count=2000, length=2600)
     whole, buffers = vector(2600), vector(600, seed=1)
     got = sent(compressor, TO_HUB, whole)
@@ -319,10 +309,11 @@ def test_a_compressor_measures_what_it_lost() -> None:
 NAMES = ("hub", "worker-0", "worker-1")
 MESSAGES: list[Message] = [
     Joint(4, vector(3000), {}, 0),
-    Up("round 4", NAMES, vector(3000), 1.0, {"worker-0": 0}),
-    Down("joint", 3, NAMES, ("round 3",), Joint(4, vector(3000), {}, 0)),
+    Up(Tag(ROUND, 4), NAMES, vector(3000), 1.0, {"worker-0": 0}),
+    Down(message.Stream("joint"), 3, NAMES, (Tag(ROUND, 3),), Joint(4, vector(3000), {}, 0)),
 ]
-CODEC = Codec(message_types((Joint, Effort), compressed=True))
+TYPES = [Joint, Effort, *message_types((Joint, Effort))]
+CODEC = Codec([*TYPES, Packed[Union[tuple(TYPES)]]])  # noqa: UP007
 
 
 @pytest.mark.parametrize("code", CODES)
@@ -347,7 +338,7 @@ def test_an_envelope_survives_the_wire(message: Message, code: str) -> None:
 def test_an_uncompressed_run_takes_no_envelope() -> None:
     frames = [bytes(frame) for frame in CODEC.encode(pack("int8", MESSAGES[0]))]
     with pytest.raises(WireError, match="Packed"):
-        Codec(message_types((Joint, Effort), compressed=False)).decode(frames)
+        Codec(TYPES).decode(frames)
 
 
 def test_tensors_are_found_wherever_a_message_holds_them() -> None:
@@ -396,7 +387,7 @@ def test_a_malformed_envelope_is_refused(name: str) -> None:
 
 
 class Script:
-    """A machine that does as it was told."""
+    """A machine that returns the given effects."""
 
     def __init__(self) -> None:
         self.effects: list[Effect] = []
@@ -411,8 +402,8 @@ class Script:
         pass
 
 
-class Desk:
-    """A host that keeps what is sent, and a replica as far as a script needs one."""
+class FakeHost:
+    """A host that keeps what is sent, and as much of a replica as a script needs."""
 
     bytes_scale = 2.0
     virtual = True
@@ -433,13 +424,13 @@ class Told:
     """A node that compresses to int8."""
 
     def __init__(self, name: str) -> None:
-        self.script, self.desk = Script(), Desk()
+        self.script, self.desk = Script(), FakeHost()
         self.node = Interpreter(name, self.script, self.desk, self.desk, compress="int8")  # type: ignore[arg-type]
 
     def perform(self, *effects: Effect) -> list[tuple[str, Message]]:
         """What is sent because of these."""
         self.script.effects = list(effects)
-        return self.feed(TimerFired("now"))
+        return self.feed(TimerFired(Timer("now")))
 
     def feed(self, event: Event) -> list[tuple[str, Message]]:
         before = len(self.desk.sent)
@@ -455,29 +446,29 @@ def values_in(message: Message) -> Tensor:
 
 def test_a_broadcast_is_encoded_once_also_for_an_orphan() -> None:
     hub, members = Told("hub"), ("hub", *(f"worker-{i}" for i in range(6)))
-    one, other = hub.perform(Broadcast("joint", members, Joint(0, vector(3000), {}, 0)))
+    one, other = hub.perform(Broadcast(message.Stream("joint"), members, Joint(0, vector(3000), {}, 0)))
     assert (one[0], other[0]) == ("worker-0", "worker-1") and one[1] is other[1]
     orphans = hub.feed(PeerLost("worker-0"))
     assert [to for to, _ in orphans] == ["worker-2"] and all(told is one[1] for _, told in orphans)
     meter = hub.node.meter
     assert meter.bytes_sent == 3 * 2 * (3000 + 12) and meter.bytes_sent + meter.bytes_saved == 3 * 2 * 12_000
     assert 0 < meter.relative_error < 0.02
-    (_, again), *_ = hub.perform(Broadcast("joint", members, Joint(1, vector(3000), {}, 0)))
+    (_, again), *_ = hub.perform(Broadcast(message.Stream("joint"), members, Joint(1, vector(3000), {}, 0)))
     assert not torch.equal(values_in(again), values_in(one[1])), "the second makes up for what the first lost"
 
 
 def test_a_partial_sum_is_encoded_once_also_for_a_new_parent() -> None:
     worker, members = Told("worker-2"), ("hub", "worker-0", "worker-1", "worker-2")
-    ((to, first),) = worker.perform(Reduce("round 0", members, vector(3000), 1.0))
+    ((to, first),) = worker.perform(Reduce(Tag(ROUND, 0), members, vector(3000), 1.0))
     ((then, again),) = worker.feed(PeerLost("worker-0"))
     assert (to, then) == ("worker-0", "hub") and first is again
 
 
-def test_reductions_make_up_for_each_other_if_all_but_the_last_word_is_the_same() -> None:
+def test_losses_carry_over_between_reductions_of_the_same_stream() -> None:
     worker = Told("worker-0")
     first, same, other = (
         values_in(worker.perform(Reduce(tag, ("hub", "worker-0"), vector(3000), 1.0))[0][1])
-        for tag in ("shard 1 0", "shard 1 1", "shard 2 1")
+        for tag in (tag_of(1, 0), tag_of(1, 1), tag_of(2, 1))
     )
     assert torch.equal(first, other) and not torch.equal(first, same)
 
@@ -492,7 +483,7 @@ def test_messages_to_different_nodes_are_encoded_apart_and_forgotten_with_the_no
     assert {key[0].peer for key in hub.node._compressor._residuals} == {"worker-1"}
 
 
-def test_a_machine_never_sees_an_envelope_and_bytes_count_as_they_travelled() -> None:
+def test_a_machine_never_sees_an_envelope_and_bytes_are_counted_as_sent() -> None:
     hub = Told("hub")
     hub.feed(Received("worker-0", GOOD))
     (event,) = hub.script.events
@@ -532,16 +523,15 @@ def test_compressed_runs_learn_repeat_and_replay(options: Options, code: str, tm
     assert figures["seconds"] < plain.figures["seconds"], "what weighs less arrives sooner"
 
 
-def test_what_compression_spared_is_told_with_progress_and_in_the_report(tmp_path: Path) -> None:
+def test_progress_and_report_show_what_compression_saved(tmp_path: Path) -> None:
     train_quietly(Wide(norm=False), Averaging(tau=2, compress="int8"), UNEVEN, tmp_path / "int8", steps=6)
     train_quietly(Wide(norm=False), Averaging(tau=2), UNEVEN, tmp_path / "plain", steps=6)
     packed, plain = load_run(tmp_path / "int8"), load_run(tmp_path / "plain")
     assert all(row["bytes_saved"] > 2 * row["bytes_sent"] for row in packed.nodes.values())
     assert all(row["bytes_saved"] == 0 for row in plain.nodes.values())
-    shown = [[str(cell) for cell in column.cells] for column in table([plain, packed]).columns]
-    line = shown[0].index("compressed to")
-    assert [column[line] for column in shown[1:]] == ["-", "25.1%"]
-    assert "compressed to" not in [str(cell) for cell in table([plain]).columns[0].cells]
+    headings, *rows = table([plain, packed]).grid
+    assert [row[headings.index("compressed to")] for row in rows] == ["-", "25.1%"]
+    assert "compressed to" not in table([plain]).grid[0]
     unfinished = replace(packed, config={**packed.config, "result": None})
     assert unfinished.figures["compression"]["share"] == pytest.approx(packed.figures["compression"]["share"])
 

@@ -9,14 +9,33 @@ import pytest
 import torch
 
 from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Spark
-from tether.machine import Message, ReplicaState
-from tether.protocols import Options, grid, known, mpca
+from tether.core.message import Message, ReplicaState
+from tether.protocols import Options, known, mpca
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
-from tether.protocols.inline import Halt, Tally
-from tether.protocols.parts import Give, Part, Round
-from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
-from tether.testing import Blobs, check_messages, check_protocol, check_runtime, largest_difference, train_quietly
+from tether.protocols.grid import messages as grid
+from tether.protocols.server.messages import (
+    Current,
+    DowncastArrived,
+    GetPart,
+    Halt,
+    Mark,
+    Part,
+    Pull,
+    Push,
+    Refused,
+    Round,
+    Tally,
+    Weights,
+)
+from tether.testing.conformance import (
+    Blobs,
+    check_messages,
+    check_protocol,
+    check_runtime,
+    largest_difference,
+    train_quietly,
+)
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
 
@@ -31,13 +50,13 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         Push((Mark("worker-0", 2, 3), Mark("worker-1", 1, 0)), torch.ones(2), torch.zeros(0), 16, None),
         Push((Mark("worker-0", 2, 3),), torch.ones(2), torch.zeros(2), 16, 3),
         Push((Mark("worker-0", 2, 3),), torch.ones(5), torch.zeros(0), 16, None, (torch.tensor([4]),)),
-        Got(3),
+        DowncastArrived(3),
         Tally(3),
         Tally(0, last=True),
         Halt(),
         Weights(3, torch.arange(4.0), push=True, buffers=torch.ones(2)),
         Round(3, (Mark("worker-0", 2, 3),), 0.5),
-        Give(state=True),
+        GetPart(state=True),
         Part(torch.ones(2), None),
         Part(torch.ones(2), ReplicaState({"step": 1}, [torch.arange(2.0)])),
     ],
@@ -56,13 +75,13 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         grid.Config(1, "worker-0", 3, ("worker-0", "worker-1"), 7, ((0, 7), (9, 11)), "all steps made"),
         grid.Welcome(grid.Config(2, "worker-1", 1, ("worker-1",), 7, ()), torch.arange(3.0)),
         grid.Ready((1, "worker-0", 3)),
-        grid.Empty(("worker-0",)),
-        grid.Stand(2, (1, "worker-0", 3)),
+        grid.NoWeights(("worker-0",)),
+        grid.RequestVote(2, (1, "worker-0", 3)),
         grid.Vote(2, True, False, 7, ((0, 7),)),
         grid.Open((1, "worker-0", 3), 1, 5, 7, ((0, 7),)),
         grid.Slice((1, "worker-0", 3), 1, 5, 2, 1.0, torch.arange(3.0)),
         grid.Mean((1, "worker-0", 3), 1, 5, 2, 4.0, torch.arange(3.0)),
-        grid.Done((1, "worker-0", 3), 1, 5),
+        grid.Report((1, "worker-0", 3), 1, 5),
         grid.Holdings(2, (3, 5), (7,)),
         grid.Tally(3),
     ],
@@ -95,7 +114,7 @@ def test_agents_on_spark_keep_the_promises_of_a_runtime(spark: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["adv", "adv-star"])
 def test_hardsync_over_a_tree_of_processes_equals_the_simulated(overlap: bool, tmp_path: Path) -> None:
-    """Rudra, section 3.3: an architecture changes when things happen and not what comes out."""
+    """Rudra, section 3.3: an architecture changes when things happen, but not the result."""
     options = Server(sync="hard", topology="tree", fan_out=2, overlap=overlap)
     real, simulated = (
         train_quietly(Blobs(norm=False), options, on, tmp_path / on.name, steps=30) for on in (Local(3), Sim(workers=3))

@@ -1,7 +1,7 @@
-"""What a worker has besides its weights goes on with the run.
+"""A worker's state besides its weights survives whatever happens to the run.
 
-That is its optimizer's state, its random numbers, and what a schedule that follows evaluations has seen: after a
-resume, a restart and a warm-up, with another number of workers, and in a worker that takes a dead one's place.
+That state is its optimizer's, its random numbers, and what a schedule that follows evaluations has seen. It survives a
+resume, a restart, a warm-up and a change of the number of workers. A worker that replaces a dead one begins with it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from tether import (
     resume,
     run,
 )
-from tether.checkpoint import Restored
-from tether.machine import Node
-from tether.plan import Request, RunPlan
-from tether.progress import make_progress
+from tether.core.machine import Node
+from tether.execution.checkpoint import Restored
+from tether.execution.directory import RunDirectory
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.execution.progress import make_progress
 from tether.protocols import Options
-from tether.rundir import RunDirectory
-from tether.runtimes.base import Observer, Outcome, Plan
-from tether.runtimes.driver import Came, Census, Died, Driver
-from tether.runtimes.local import Children
-from tether.runtimes.process import Birth
-from tether.runtimes.sim import StepTime
-from tether.swarm import Nobody
+from tether.runtimes.base import NullObserver, Observer, Outcome, Plan
+from tether.runtimes.process.driver import Driver
+from tether.runtimes.process.launcher import NodeExited, NodeStarted
+from tether.runtimes.process.local_launcher import LocalLauncher
+from tether.runtimes.process.spec import NodeSpec
+from tether.runtimes.process.states import StateCollection
+from tether.runtimes.sim.costs import StepTime
 from tether.task import SyntheticTask
-from tether.testing import Assassin, Blobs, train_quietly
+from tether.testing.conformance import Assassin, Blobs, train_quietly
 
 QUIET = make_progress(quiet=True)
 INLINE = Server(sync="async", apply="inline")
@@ -68,7 +70,7 @@ def momentum_of(optimizer_state: dict[str, Any]) -> float:
 
 
 class Watched(Blobs):
-    """Notes, for every optimizer that steps, the momentum and the rate that each of its steps begins with.
+    """Remembers, for every optimizer that steps, the momentum and the rate at the start of each step.
 
     Processes write their first step, and every one with another rate, to a file in the folder.
     """
@@ -101,14 +103,14 @@ class Watched(Blobs):
         return {**self.__dict__, "steps": [], "rates": []}
 
     def first_momenta(self) -> list[float]:
-        """What each optimizer began its first step with."""
+        """The momentum with which each optimizer began its first step."""
         return sorted(own[0][0] for own in self.steps)
 
     def last_rates(self) -> set[float]:
         return {own[-1][1] for own in self.steps}
 
     def written(self) -> list[list[tuple[float, float]]]:
-        """The same of processes."""
+        """The same for processes: what they wrote to their files."""
         assert self.folder is not None
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in sorted(self.folder.iterdir())]
 
@@ -120,7 +122,7 @@ def saved(run: Path) -> Restored:
 
 
 def saved_momenta(run: Path) -> dict[int, float]:
-    """Of every worker in the newest checkpoint, the length of its momentum."""
+    """The length of every worker's momentum in the newest checkpoint."""
     found = {index: momentum_of(state["optimizer"]) for index, state in saved(run).workers.items()}
     assert all(value > 0 for value in found.values())
     return found
@@ -134,7 +136,7 @@ def further(run: Path, task: Any, steps: int, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("options", LOCAL_STEPS, ids=str)
-def test_every_worker_goes_on_with_its_own_momentum_after_a_resume(options: Options, tmp_path: Path) -> None:
+def test_every_worker_resumes_with_its_own_momentum(options: Options, tmp_path: Path) -> None:
     workers = options.workers_max or 3
     sim = Sim(workers, link="10mbit", step_seconds=StepTime(0.1, spread=0.3))
     train_quietly(Watched(), options, sim, tmp_path / "run", steps=30)
@@ -151,7 +153,7 @@ def test_every_worker_goes_on_with_its_own_momentum_after_a_resume(options: Opti
 
 
 class Gambler(Watched):
-    """Draws from every global source of randomness, and notes what it drew."""
+    """Draws from every global source of randomness, and remembers what it drew."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -195,14 +197,16 @@ def test_the_simulators_own_draws_do_not_repeat_after_a_resume(tmp_path: Path) -
         RunPlan.make(SyntheticTask(4), Single(), sim, Request(steps=40), restored)
         for restored in (None, Restored(20, 20, torch.ones(4), {}, {}))
     ]
-    noise = [[plan.build(plan.nodes[0])[1].compute("flat", True).gradient for _ in range(5)] for plan in plans]
+    noise = [[plan.build(plan.nodes[0])[1].compute("dense", True).gradient for _ in range(5)] for plan in plans]
     assert not any(torch.equal(a, b) for a in noise[0] for b in noise[1])
-    seconds = [Sim(1, step_seconds=StepTime(0.1, spread=1.0)).execute(plan, Nobody()).seconds for plan in plans]
+    seconds = [Sim(1, step_seconds=StepTime(0.1, spread=1.0)).execute(plan, NullObserver()).seconds for plan in plans]
     assert seconds[1] != pytest.approx(20 / 40 * seconds[0]) and plans[0].random_seed != plans[1].random_seed
 
 
 @pytest.mark.parametrize("options", [Averaging(tau=5), Elastic(tau=3), Mpca(), Grid(), INLINE], ids=str)
-def test_who_takes_a_dead_workers_place_begins_with_a_peers_momentum(options: Options, tmp_path: Path) -> None:
+def test_a_worker_that_replaces_a_dead_one_begins_with_another_workers_momentum(
+    options: Options, tmp_path: Path
+) -> None:
     task = Watched()
     faults = Faults().restart("worker-1", step=12, seconds=0.3)
     sim = Sim(3, link="10mbit", step_seconds=0.1, faults=faults, detect_seconds=0.05)
@@ -215,7 +219,9 @@ def test_who_takes_a_dead_workers_place_begins_with_a_peers_momentum(options: Op
 
 @pytest.mark.parametrize("workers", [2, 5])
 @pytest.mark.parametrize("options", [Averaging(tau=5), Elastic(tau=3), Mpca(), Grid()], ids=str)
-def test_another_number_of_workers_shares_out_the_momenta(options: Options, workers: int, tmp_path: Path) -> None:
+def test_after_a_change_of_their_number_workers_share_the_momenta(
+    options: Options, workers: int, tmp_path: Path
+) -> None:
     train_quietly(Watched(), options, Sim(3), tmp_path / "run", steps=30)
     task = Watched()
     kept = saved_momenta(tmp_path / "run")
@@ -246,7 +252,7 @@ def test_the_state_of_another_optimizer_is_left_alone(tmp_path: Path) -> None:
 
 
 class Hoarder(torch.optim.SGD):
-    """Keeps what no checkpoint can hold."""
+    """Its state has values that no checkpoint can hold."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -260,13 +266,13 @@ class Hoarding(Watched):
         return Hoarder(model.parameters(), lr=0.05)
 
 
-def test_an_optimizer_whose_state_cannot_be_kept_trains_all_the_same_and_begins_anew(tmp_path: Path) -> None:
+def test_an_optimizer_whose_state_cannot_be_saved_still_trains_and_resumes_with_an_empty_state(tmp_path: Path) -> None:
     train_quietly(Hoarding(), Averaging(tau=5), Sim(2), tmp_path / "run", steps=20)
     assert not any("optimizer" in state for state in saved(tmp_path / "run").workers.values())
     assert further(tmp_path / "run", Hoarding(), 40).metrics["error"] < 0.2
 
 
-def test_only_who_has_stepped_has_something_to_keep(tmp_path: Path) -> None:
+def test_only_nodes_that_step_have_an_optimizer_state_in_a_checkpoint(tmp_path: Path) -> None:
     train_quietly(Watched(), Averaging(tau=5), Sim(2), tmp_path / "workers", steps=10)
     assert not saved(tmp_path / "workers").replica_state
     train_quietly(Watched(), Server(), Sim(2), tmp_path / "hub", steps=10)
@@ -277,7 +283,7 @@ def test_only_who_has_stepped_has_something_to_keep(tmp_path: Path) -> None:
 # ---- in processes ---------------------------------------------------------------------------------------------------
 
 
-def test_processes_go_on_with_their_momentum_and_their_dropout(tmp_path: Path) -> None:
+def test_processes_resume_with_their_momentum_and_their_dropout(tmp_path: Path) -> None:
     whole = train_quietly(Gambler(), Averaging(tau=5), Local(2), tmp_path / "whole", steps=30)
     train_quietly(Gambler(), Averaging(tau=5), Local(2), tmp_path / "parts", steps=15)
     assert all("random" in state for state in saved(tmp_path / "parts").workers.values())
@@ -285,18 +291,18 @@ def test_processes_go_on_with_their_momentum_and_their_dropout(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("options", [Elastic(tau=3), INLINE, Grid()], ids=str)
-def test_processes_of_other_protocols_go_on_with_their_momentum(options: Options, tmp_path: Path) -> None:
-    # so many steps that every process makes some, however late it is let compute
+def test_processes_of_other_protocols_resume_with_their_momentum(options: Options, tmp_path: Path) -> None:
+    # enough steps for every process to make some, however late it gets to compute
     train_quietly(Watched(), options, Local(2), tmp_path / "run", steps=500)
     kept = saved_momenta(tmp_path / "run")
-    task = Watched(tmp_path / "told")
+    task = Watched(tmp_path / "steps")
     further(tmp_path / "run", task, 1000, workers=3)
     found = sorted(own[0][0] for own in task.written())
     assert found == pytest.approx(sorted(kept[i % 2] for i in range(3)), rel=1e-6)
 
 
-def test_a_run_that_goes_on_by_itself_keeps_its_momentum(tmp_path: Path) -> None:
-    task = Watched(tmp_path / "told")
+def test_a_run_that_restarts_by_itself_keeps_its_momentum(tmp_path: Path) -> None:
+    task = Watched(tmp_path / "steps")
     killer = Assassin(["hub"], steps=300)
     run(
         task,
@@ -311,35 +317,35 @@ def test_a_run_that_goes_on_by_itself_keeps_its_momentum(tmp_path: Path) -> None
     assert len(found) == 4 and found[:2] == [0.0, 0.0] and found[2] > 0
 
 
-class Replacing(Children):
-    """Children of which a dead one has a successor, as on Spark."""
+class Replacing(LocalLauncher):
+    """A launcher that starts a successor of a process that has exited, as on Spark."""
 
-    def news(self) -> list[Came | Died]:
-        found: list[Came | Died] = []
-        for died in super().news():
-            assert isinstance(died, Died)
+    def poll_events(self) -> list[NodeStarted | NodeExited]:
+        found: list[NodeStarted | NodeExited] = []
+        for died in super().poll_events():
+            assert isinstance(died, NodeExited)
             found.append(died)
             if died.name == "worker-1":
                 successor = Node("worker-1", "worker", computes=True, index=1).successor()
                 self.start([successor])
-                found.append(Came(successor))
+                found.append(NodeStarted(successor))
         return found
 
 
 @dataclass(frozen=True)
 class Replaced(Local):
-    """Processes on this machine, of which worker-1 is replaced when it dies."""
+    """Processes on this machine; worker-1 is replaced when it dies."""
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         driver = Driver(plan, observer, self.hung_seconds)
         try:
-            return driver.run([(Replacing(Birth(plan, driver.directory, self.threads)), list(plan.nodes))])
+            return driver.run([(Replacing(NodeSpec(plan, driver.directory, self.threads)), list(plan.nodes))])
         finally:
             driver.close()
 
 
-def test_a_process_that_takes_a_dead_ones_place_begins_with_a_peers_momentum(tmp_path: Path) -> None:
-    task = Watched(tmp_path / "told")
+def test_a_process_that_replaces_a_dead_one_begins_with_another_workers_momentum(tmp_path: Path) -> None:
+    task = Watched(tmp_path / "steps")
     killer = Assassin(["worker-1"], steps=100)
     result = run(task, Averaging(tau=5), Replaced(3), run_dir=tmp_path / "run", steps=3000, progress=killer)
     assert any("worker-1~2 has joined" in text for _, text in killer.notes), killer.notes
@@ -349,44 +355,44 @@ def test_a_process_that_takes_a_dead_ones_place_begins_with_a_peers_momentum(tmp
 
 
 def test_states_are_asked_for_so_seldom_that_they_take_little_of_the_time() -> None:
-    census = Census(share=0.02, patience_seconds=10.0)
-    assert census.is_due(0.0)
-    first = census.ask({"worker-0", "worker-1"}, 0.0)
-    assert not census.is_over(1.0)
-    census.take("worker-0", first, "a", 1.0)
-    assert not census.is_over(2.0)
-    census.take("worker-1", first, "b", 3.0)
-    assert census.is_over(3.0) and census.answers == {"worker-0": "a", "worker-1": "b"}
-    assert not census.is_due(149.0) and census.is_due(150.0)
+    collection = StateCollection(share=0.02, timeout_seconds=10.0)
+    assert collection.is_due(0.0)
+    first = collection.request({"worker-0", "worker-1"}, 0.0)
+    assert not collection.is_done(1.0)
+    collection.add("worker-0", first, "a", 1.0)
+    assert not collection.is_done(2.0)
+    collection.add("worker-1", first, "b", 3.0)
+    assert collection.is_done(3.0) and collection.states == {"worker-0": "a", "worker-1": "b"}
+    assert not collection.is_due(149.0) and collection.is_due(150.0)
 
 
 def test_who_does_not_answer_in_time_is_left_out_and_is_given_longer_the_next_time() -> None:
-    census = Census(share=0.02, patience_seconds=10.0)
-    first = census.ask({"worker-0", "worker-1"}, 0.0)
-    census.take("worker-0", first, "a", 1.0)
-    assert not census.is_over(9.9) and census.is_over(10.0) and census.answers == {"worker-0": "a"}
-    assert not census.is_due(400.0)  # it is still on its way, and nobody knows how long it takes
-    census.take("worker-1", first, "late", 15.0)
-    assert not census.is_due(749.0) and census.is_due(750.0)
-    second = census.ask({"worker-0", "worker-1"}, 800.0)
-    census.take("worker-1", first, "from before", 801.0)
-    assert not census.is_over(829.0) and census.is_over(830.0) and not census.answers
+    collection = StateCollection(share=0.02, timeout_seconds=10.0)
+    first = collection.request({"worker-0", "worker-1"}, 0.0)
+    collection.add("worker-0", first, "a", 1.0)
+    assert not collection.is_done(9.9) and collection.is_done(10.0) and collection.states == {"worker-0": "a"}
+    assert not collection.is_due(400.0)  # it is still on its way, and nobody knows how long it takes
+    collection.add("worker-1", first, "late", 15.0)
+    assert not collection.is_due(749.0) and collection.is_due(750.0)
+    second = collection.request({"worker-0", "worker-1"}, 800.0)
+    collection.add("worker-1", first, "from before", 801.0)
+    assert not collection.is_done(829.0) and collection.is_done(830.0) and not collection.states
     assert second != first
 
 
 def test_nobody_waits_for_the_dead() -> None:
-    census = Census(share=0.02, patience_seconds=10.0)
-    first = census.ask({"worker-0", "worker-1"}, 0.0)
-    census.take("worker-0", first, "a", 1.0)
-    census.forget("worker-1", 2.0)
-    assert census.is_over(2.0) and census.answers == {"worker-0": "a"}
+    collection = StateCollection(share=0.02, timeout_seconds=10.0)
+    first = collection.request({"worker-0", "worker-1"}, 0.0)
+    collection.add("worker-0", first, "a", 1.0)
+    collection.forget("worker-1", 2.0)
+    assert collection.is_done(2.0) and collection.states == {"worker-0": "a"}
 
 
 # ---- schedules that follow evaluations ------------------------------------------------------------------------------
 
 
 class Plateau(Watched):
-    """Its error never changes, so its rate falls by half whenever the joint model has been evaluated, but the first."""
+    """Its error never changes, so every evaluation of the joint model but the first halves its rate."""
 
     def __init__(self, folder: Path | None = None, metrics: tuple[str, ...] = ("error",), **scheduler: Any) -> None:
         super().__init__(folder)
@@ -401,7 +407,7 @@ class Plateau(Watched):
 
 
 def rate_after(evaluations: int) -> float:
-    """The rate of `Plateau` after so many evaluations."""
+    """The rate of `Plateau` after this many evaluations."""
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.05)
     scheduler = Plateau().scheduler(optimizer, None)
     for _ in range(evaluations):
@@ -430,13 +436,13 @@ PLATEAU = [
 
 
 @pytest.mark.parametrize("options", PLATEAU, ids=str)
-def test_all_who_step_follow_the_evaluations_of_the_joint_model(options: Options, tmp_path: Path) -> None:
+def test_all_nodes_that_step_follow_the_evaluations_of_the_joint_model(options: Options, tmp_path: Path) -> None:
     sim = Sim(options.workers_max or 3, link="100mbit")
     first, then, other = Plateau(), Plateau(), Plateau()
     train_quietly(first, options, sim, tmp_path / "run", steps=40, evaluate_every=0.2)
     made = evaluations_of(tmp_path / "run")
     assert made >= 3
-    # that of the end is made when the last step has been
+    # the final evaluation is made after the last step
     assert first.last_rates() <= {rate_after(made - 2), rate_after(made - 1)} and max(first.last_rates()) < 0.05
     further(tmp_path / "run", then, 60)
     assert {own[0][1] for own in then.steps} == {rate_after(made)}
@@ -446,13 +452,13 @@ def test_all_who_step_follow_the_evaluations_of_the_joint_model(options: Options
 
 
 @pytest.mark.parametrize("options", [Averaging(tau=2), Mpca(), Grid()], ids=str)
-def test_who_takes_a_dead_workers_place_has_seen_all_evaluations(options: Options, tmp_path: Path) -> None:
+def test_a_worker_that_replaces_a_dead_one_has_seen_all_evaluations(options: Options, tmp_path: Path) -> None:
     task = Plateau()
     faults = Faults().restart("worker-1", step=25, seconds=0.3)
     sim = Sim(3, link="100mbit", faults=faults, detect_seconds=0.05)
     train_quietly(task, options, sim, tmp_path / "run", steps=40, evaluate_every=0.2)
     assert len(task.steps) == 4 and task.steps[-1][0][1] < 0.05
-    assert task.rates == sorted(task.rates, reverse=True)  # at any time that of the newcomer is that of the others
+    assert task.rates == sorted(task.rates, reverse=True)  # the newcomer always has the rate of the others
 
 
 @pytest.mark.parametrize("options", [Averaging(tau=2), ASYNC], ids=str)
@@ -469,7 +475,7 @@ def test_processes_follow_the_evaluations_and_replay_them_after_a_resume(options
     ("metrics", "settings", "falls"),
     [(("loss", "error"), {}, True), (("accuracy",), {"mode": "max"}, True), (("error",), {"patience": 99}, False)],
 )
-def test_the_metric_is_the_tasks_first_and_the_rest_is_up_to_the_schedule(
+def test_a_schedule_follows_the_tasks_first_metric_by_its_own_rules(
     metrics: tuple[str, ...], settings: dict[str, Any], falls: bool, tmp_path: Path
 ) -> None:
     task = Plateau(None, metrics, **settings)
@@ -509,19 +515,19 @@ def test_states_of_workers_come_back_as_they_were_saved(directory: RunDirectory)
     assert torch.equal(restored.workers[3]["optimizer"]["state"][0]["momentum_buffer"], torch.full((2,), 3.0))
 
 
-def test_states_that_were_not_asked_for_are_those_of_the_checkpoint_before(directory: RunDirectory) -> None:
+def test_without_new_states_of_workers_a_checkpoint_refers_to_the_last_ones(directory: RunDirectory) -> None:
     assert keep(directory, 1, None).workers == {}
     keep(directory, 2, {0: {"kept": 2}})
     assert keep(directory, 3, None).workers == {0: {"kept": 2}}
     for step in range(4, 9):
         assert keep(directory, step, None).workers == {0: {"kept": 2}}
     assert len(list((directory.path / "checkpoints").iterdir())) == 3
-    assert keep(RunDirectory(directory.path), 9, None).workers == {}  # it has not been read
+    assert keep(RunDirectory(directory.path), 9, None).workers == {}  # it has not read the earlier ones
     assert keep(directory, 10, {1: {"kept": 4}}).workers == {1: {"kept": 4}}
     assert len(list((directory.path / "checkpoints").iterdir())) == 2
 
 
-def test_a_run_that_is_resumed_keeps_the_states_that_it_found(directory: RunDirectory) -> None:
+def test_a_resumed_run_keeps_the_states_that_it_found(directory: RunDirectory) -> None:
     keep(directory, 1, {0: {"kept": 1}})
     again = RunDirectory(directory.path)
     assert again.load_checkpoint() is not None
@@ -529,7 +535,9 @@ def test_a_run_that_is_resumed_keeps_the_states_that_it_found(directory: RunDire
 
 
 @pytest.mark.parametrize("damage", [Path.unlink, lambda file: file.write_bytes(b"")], ids=["gone", "cut off"])
-def test_a_checkpoint_without_its_states_of_workers_is_still_one(directory: RunDirectory, damage: Any) -> None:
+def test_a_checkpoint_that_has_lost_the_states_of_its_workers_is_still_used(
+    directory: RunDirectory, damage: Any
+) -> None:
     keep(directory, 1, {0: {"kept": torch.ones(2)}})
     (file,) = (directory.path / "checkpoints").glob("*/workers.safetensors")
     damage(file)
@@ -574,7 +582,7 @@ def test_only_evaluations_that_lead_to_the_checkpoint_are_replayed(directory: Ru
 
 
 def test_a_checkpoint_alone_has_the_evaluations_that_led_to_it(tmp_path: Path) -> None:
-    """On another machine there may be nothing else of the run."""
+    """Another machine may have nothing else of the run."""
     train_quietly(Plateau(), Averaging(tau=2), Sim(2), tmp_path / "run", steps=40, evaluate_every=0.2)
     made, task = evaluations_of(tmp_path / "run"), Plateau()
     (tmp_path / "run" / "metrics.jsonl").unlink()

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a run, it is resumed from what is whole, or refused with a reason."""
+"""Whatever happens to the files of a run, it resumes from what is undamaged, or is refused with a reason."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from tether import Sim, Single, UsageError, resume
-from tether.checkpoint import Evaluated
-from tether.progress import Progress, make_progress
-from tether.report import load_run, table
-from tether.rundir import RunDirectory
-from tether.testing import Blobs, train_quietly
+from tether.analysis.report import table
+from tether.analysis.runs import load_run
+from tether.execution.checkpoint import Evaluated
+from tether.execution.directory import RunDirectory
+from tether.execution.progress import Progress, make_progress
+from tether.testing.conformance import Blobs, train_quietly
 
 QUIET = make_progress(quiet=True)
 
@@ -86,8 +87,8 @@ def test_a_damaged_checkpoint_is_not_used_and_the_run_names_the_file(
     damage(newest / name)
     listener = Listener()
     resume(run, Blobs(), steps=40, progress=listener)
-    told = [note for note in listener.notes if newest.name in note]
-    assert len(told) == 1 and name in told[0] and "is damaged" in told[0]
+    notes = [note for note in listener.notes if newest.name in note]
+    assert len(notes) == 1 and name in notes[0] and "is damaged" in notes[0]
     (resumed,) = (row for row in rows(run) if row["kind"] == "resumed")
     assert resumed["samples"] == int(older.name.split("-")[1])
 
@@ -204,7 +205,7 @@ def test_what_dead_writers_left_behind_is_swept_when_the_run_is_resumed(run: Pat
 # ---- the best model -------------------------------------------------------------------------------------------------
 
 
-def test_a_damaged_best_model_is_told_and_not_used(tmp_path: Path) -> None:
+def test_a_damaged_best_model_is_reported_and_not_used(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "a run")
     directory.save_best(Evaluated(3, 30, {"error": 0.5}, torch.ones(300)))
     assert directory.load_best() is not None
@@ -215,8 +216,8 @@ def test_a_damaged_best_model_is_told_and_not_used(tmp_path: Path) -> None:
 
 def test_a_best_model_without_a_hash_is_still_read(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "a run")
-    told = {"step": "3", "samples": "30", "metrics": '{"error": 0.5}'}
-    save_file({"weights": torch.ones(3)}, directory.path / "best.safetensors", told)
+    metadata = {"step": "3", "samples": "30", "metrics": '{"error": 0.5}'}
+    save_file({"weights": torch.ones(3)}, directory.path / "best.safetensors", metadata)
     best = directory.load_best()
     assert best is not None and best.step == 3 and best.metrics == {"error": 0.5}
 
@@ -305,5 +306,5 @@ def test_a_report_tells_of_damage_and_shows_the_rest(run: Path) -> None:
     bad_byte(run / "run.json")
     record = load_run(run)
     assert record.config["protocol"]["name"] == "single" and record.evaluations
-    remarks = str(table([record]).caption)
+    remarks = "\n".join(table([record]).remarks)
     assert "run.json is damaged" in remarks and "3 lines of metrics.jsonl are damaged" in remarks

@@ -1,4 +1,4 @@
-"""A disk that is full, or may only be read, costs what would have been written and nothing else."""
+"""On a full or read-only disk a run loses what it would have written, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import nn
 
 from tether import Averaging, Local, Result, Server, Sim, Single, UsageError, resume, run
 from tether.errors import RunError
-from tether.progress import Progress, make_progress
-from tether.rundir import RunDirectory
-from tether.testing import Blobs
+from tether.execution.directory import RunDirectory
+from tether.execution.progress import Progress, make_progress
+from tether.testing.conformance import Blobs
 
 QUIET = make_progress(quiet=True)
 
@@ -31,7 +31,7 @@ class Disk:
         self.filler = path / "filler"
 
     def fill(self) -> None:
-        """Until nothing more fits."""
+        """Write until nothing more fits."""
         with self.filler.open("ab", buffering=0) as file:
             for size in (65536, 4096, 1):
                 try:
@@ -59,7 +59,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 
 class At(Progress):
-    """Does something once, when a worker has made so many steps, and keeps the notes."""
+    """Does something once, when a worker has made a number of steps, and keeps the notes."""
 
     def __init__(self, steps: int, do: Callable[[], None], later: tuple[int, Callable[[], None]] | None = None) -> None:
         self.due = [(steps, do), *([later] if later else [])]
@@ -87,8 +87,8 @@ def test_a_disk_that_fills_up_during_a_run_costs_no_step(disk: Disk) -> None:
     result = train(disk, progress)
     assert result.figures["steps"] == 200 and result.metrics["error"] < 0.2
     for what in ("metrics.jsonl", "checkpoint", "trace.json", "run.json"):
-        told = [note for note in progress.notes if what in note and "No space left on device" in note]
-        assert len(told) == 1, f"{what}: {progress.notes}"
+        notes = [note for note in progress.notes if what in note and "No space left on device" in note]
+        assert len(notes) == 1, f"{what}: {progress.notes}"
     assert len(progress.notes) < 10
     assert {"the last checkpoint", "trace.json", "run.json"} <= set(result.figures["unsaved"])
     assert not broken(disk.path / "run")
@@ -102,7 +102,7 @@ def test_what_could_not_be_written_is_written_when_there_is_room_again(disk: Dis
     assert restored is not None and restored.step == 200
     rows = [json.loads(line) for line in (disk.path / "run" / "metrics.jsonl").read_bytes().splitlines()]
     evaluated = [row["step"] for row in rows if row["kind"] == "evaluation"]
-    assert evaluated == [row["step"] for row in result.history], "no row is lost or torn"
+    assert evaluated == [row["step"] for row in result.history], "no row is lost or cut"
     assert json.loads((disk.path / "run" / "run.json").read_bytes())["status"] == "finished"
 
 
@@ -130,9 +130,9 @@ def test_a_directory_that_cannot_be_used_at_all_is_an_error_before_training(disk
         assert "\n" not in str(error.value) and str(path) in str(error.value)
 
 
-def test_the_best_model_of_a_run_with_patience_is_given_although_it_could_not_be_written(disk: Disk) -> None:
+def test_a_run_with_patience_returns_its_best_model_even_if_it_could_not_be_written(disk: Disk) -> None:
     class Worse(Blobs):
-        """Whose models are best at the third evaluation."""
+        """Its third evaluation is the best."""
 
         seen = 0
 
@@ -156,8 +156,8 @@ def test_the_best_model_of_a_run_with_patience_is_given_although_it_could_not_be
     assert sum("best.safetensors cannot be written" in note for note in progress.notes) == 1
 
 
-def test_what_a_warm_up_has_come_to_is_not_lost_on_a_full_disk(disk: Disk) -> None:
-    """Its last checkpoint cannot be written, and what follows begins with it all the same."""
+def test_the_model_of_a_warm_up_is_not_lost_on_a_full_disk(disk: Disk) -> None:
+    """Its last checkpoint cannot be written, and the next phase still begins with it."""
     progress = At(60, disk.fill)
     result = train(disk, progress, steps=200, warmup=Single(), warmup_epochs=2.0, checkpoint_seconds=1e9)
     assert RunDirectory.open(disk.path / "run").load_checkpoint() is None
@@ -175,7 +175,7 @@ def test_processes_train_to_their_end_on_a_full_disk(disk: Disk, protocol: Any) 
 
 
 def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path) -> None:
-    """For those who may not mount: the limit holds for every process, and needs no privilege."""
+    """For users who may not mount a file system: this limit needs no privilege."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     progress = At(60, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1])))
     try:
@@ -191,7 +191,7 @@ def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path) -> Non
     assert resume(tmp_path / "run", Blobs(), steps=300, progress=QUIET).figures["steps"] == 300
 
 
-def test_processes_that_can_have_no_log_run_without(tmp_path: Path) -> None:
+def test_processes_that_cannot_have_a_log_run_without_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").write_text("this is a file")
     result = run(Blobs(), Averaging(tau=5), Local(1), steps=10, run_dir=tmp_path / "run", progress=QUIET)
@@ -199,7 +199,7 @@ def test_processes_that_can_have_no_log_run_without(tmp_path: Path) -> None:
 
 
 def test_a_record_that_cannot_be_written_ends_the_run_with_a_reason(disk: Disk) -> None:
-    """A record with holes is none: it could not be replayed."""
+    """A record with holes is useless, since it cannot be replayed."""
     with pytest.raises(RunError, match=r"record/.*\.events cannot be written: No space left on device") as error:
         train(disk, At(0, list), steps=20_000, record=True)
     assert "\n" not in str(error.value)

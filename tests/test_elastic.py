@@ -15,29 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tether import Elastic, Faults, Local, Sim, StepTime
+from tether.core.effects import Add, Blend, Compute, Effect, Install, Record, Send, Step
+from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started
+from tether.core.machine import NodeContext, Schedule
+from tether.core.snapshot import Snapshot
 from tether.errors import UsageError
-from tether.machine import (
-    Add,
-    Blend,
-    Compute,
-    Effect,
-    Event,
-    GradientReady,
-    Install,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Record,
-    Schedule,
-    Seat,
-    Send,
-    Snapshot,
-    Started,
-    Step,
-)
 from tether.protocols.elastic import Ask, Centre, Difference, ElasticHub
 from tether.task import SyntheticTask
-from tether.testing import Blobs, train_quietly
+from tether.testing.conformance import Blobs, train_quietly
 
 MEMBERS = ("hub", "worker-0", "worker-1", "worker-2")
 
@@ -52,8 +37,8 @@ class World:
         size = parameters + buffers
         self.vectors = {n.name: torch.rand(size, generator=noise, dtype=torch.float64) for n in nodes}
         schedule = Schedule(steps=1000, evaluate_every=10**6)
-        seats = [Seat(node, nodes, self.vectors[node.name], parameters, schedule) for node in nodes]
-        self.machines = {seat.node.name: options.machine(seat) for seat in seats}
+        contexts = [NodeContext(node, nodes, self.vectors[node.name], parameters, schedule) for node in nodes]
+        self.machines = {context.node.name: options.machine(context) for context in contexts}
         self.parameters = parameters
         self.mail: dict[tuple[str, str], deque[Any]] = {}
         self.computing: set[str] = set()
@@ -189,19 +174,19 @@ def test_the_workers_of_a_new_run_begin_at_once_and_who_comes_late_asks_first() 
     options = Elastic(tau=2, ahead=False)
     nodes = options.nodes(2)
     schedule = Schedule(steps=10, evaluate_every=10**6)
-    worker = options.machine(Seat(nodes[1], nodes, torch.zeros(3), 3, schedule))
+    worker = options.machine(NodeContext(nodes[1], nodes, torch.zeros(3), 3, schedule))
     assert kinds(worker.handle(Started(MEMBERS), 0.0)) == [Compute]
     ready = GradientReady(torch.zeros(3), 1.0, 16, 0.1)
     assert kinds(worker.handle(ready, 0.1)) == [Step, Compute]
     assert worker.handle(ready, 0.2) == [Step(), Send("hub", Ask())]
-    late = options.machine(Seat(nodes[1].successor(), nodes, torch.zeros(3), 3, schedule))
+    late = options.machine(NodeContext(nodes[1].successor(), nodes, torch.zeros(3), 3, schedule))
     assert late.handle(Started(MEMBERS), 0.0) == [Send("hub", Ask(first=True))]
 
 
 def test_until_an_answer_is_measured_nobody_stands_still_for_it() -> None:
     options = Elastic()
     nodes = options.nodes(2)
-    worker = options.machine(Seat(nodes[1], nodes, torch.zeros(3), 3, Schedule(steps=10, evaluate_every=10**6)))
+    worker = options.machine(NodeContext(nodes[1], nodes, torch.zeros(3), 3, Schedule(steps=10, evaluate_every=10**6)))
     assert kinds(worker.handle(Started(MEMBERS), 0.0)) == [Send, Compute]
     ready = GradientReady(torch.zeros(3), 1.0, 16, 0.1)
     for step in range(1, 4):
@@ -216,7 +201,7 @@ def test_until_an_answer_is_measured_nobody_stands_still_for_it() -> None:
 def hub(options: Elastic, workers: int = 3, **schedule: Any) -> ElasticHub:
     nodes = options.nodes(workers)
     goal = Schedule(**{"steps": 1000, "evaluate_every": 10**6, **schedule})
-    machine = options.machine(Seat(nodes[0], nodes, torch.zeros(3), 3, goal))
+    machine = options.machine(NodeContext(nodes[0], nodes, torch.zeros(3), 3, goal))
     assert isinstance(machine, ElasticHub)
     machine.handle(Started(tuple(node.name for node in nodes)), 0.0)
     for node in nodes[1:]:
@@ -236,7 +221,7 @@ def test_a_worker_is_answered_at_once_and_the_centre_moves_when_its_difference_i
     machine = hub(Elastic(tau=4, alpha=0.25))
     assert answers(machine.handle(Received("worker-1", Ask()), 1.0))["worker-1"].alpha == 0.25
     effects = machine.handle(Received("worker-1", difference()), 1.5)
-    assert [(e.rate, e.loose) for e in effects if isinstance(e, Add)] == [(0.25, True)]
+    assert [(e.rate, e.unordered) for e in effects if isinstance(e, Add)] == [(0.25, True)]
 
 
 def test_alpha_follows_the_number_of_workers() -> None:
@@ -295,7 +280,7 @@ def test_a_death_in_the_middle_of_an_exchange_leaves_the_centre_whole() -> None:
     machine.handle(Received("worker-1", Ask()), 1.0)
     effects = machine.handle(PeerLost("worker-1"), 1.2)
     assert not [effect for effect in effects if isinstance(effect, Add | Blend | Install)]
-    assert machine.pace.samples == 0
+    assert machine.progress.samples == 0
     machine.check()
 
 
@@ -303,7 +288,7 @@ def test_only_what_is_left_to_make_is_handed_out() -> None:
     machine = hub(Elastic(tau=4), workers=2, steps=5)
     making = {w: answers(machine.handle(Received(w, Ask(first=True)), 0.0))[w].tau for w in ("worker-0", "worker-1")}
     made = 0
-    while not machine.pace.over:
+    while not machine.progress.over:
         worker = max(making, key=lambda name: (making[name], name))
         made += making[worker]
         told = answers(machine.handle(Received(worker, Ask()), 1.0))[worker].tau

@@ -1,4 +1,4 @@
-"""A simulated run that is interrupted and resumed with the same workers ends with the model of one that was not."""
+"""A simulated run that was interrupted and resumed with the same workers ends with the model of one that was not."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ import pytest
 import torch
 
 from tether import Averaging, Mpca, Server, Sim, StepTime
-from tether.machine import Checkpoint
-from tether.plan import Request, RunPlan
+from tether.core.effects import Checkpoint
+from tether.core.vector import digest
+from tether.execution.checkpoint import Restored
+from tether.execution.directory import RunDirectory
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
 from tether.protocols import Options
-from tether.rundir import Restored, RunDirectory
-from tether.runtimes.base import NodeStates
-from tether.swarm import Nobody
-from tether.testing import Blobs
-from tether.vector import digest
+from tether.runtimes.base import NodeStates, NullObserver
+from tether.testing.conformance import Blobs
 
 UNEQUAL = StepTime(0.1, spread=0.5)
 
 
-class Keeper(Nobody):
+class Keeper(NullObserver):
     """Writes every checkpoint and reads it again, as `resume` would."""
 
     def __init__(self, directory: Path, protocol: str) -> None:
@@ -75,7 +76,7 @@ def test_a_run_that_is_interrupted_at_any_step_ends_as_if_it_had_not_been(
 
 
 def test_mpca_ends_with_another_model_that_is_as_good(tmp_path: Path) -> None:
-    """What its workers have of their own between two contributions is in no checkpoint."""
+    """No checkpoint holds what its workers do between two contributions."""
     goal = {"steps": 40}
     whole, kept = train(Mpca(), tmp_path / "whole", UNEQUAL, goal)
     further, _ = train(Mpca(), tmp_path / "further", UNEQUAL, goal, kept[len(kept) // 2])

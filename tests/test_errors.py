@@ -1,8 +1,10 @@
-"""Who is blamed: what comes out of the user's code is the task's error, anything else unexpected is Tether's own."""
+"""Which code is blamed: an exception in the user's code is a TaskError, any other unexpected one an InternalError."""
 
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,11 @@ import pytest
 from torch import Tensor, nn
 
 import tether
-from tether import Averaging, InternalError, Local, Sim, TaskError, UsageError, cli
-from tether.progress import make_progress
+from tether import Averaging, InternalError, Local, Sim, TaskError, UsageError
+from tether.cli import app as cli
+from tether.execution.progress import make_progress
 from tether.protocols.averaging import AveragingWorker
-from tether.testing import Blobs, train_quietly
+from tether.testing.conformance import Blobs, train_quietly
 
 
 class Forgetful(Blobs):
@@ -27,17 +30,17 @@ class Forgetful(Blobs):
 
 
 @pytest.mark.parametrize("on", [Sim(2), Local(2)], ids=["sim", "local"])
-def test_an_exception_in_the_users_code_is_the_tasks_and_names_the_innermost_of_its_lines(
+def test_an_exception_in_the_users_code_is_a_task_error_that_names_the_innermost_line_of_it(
     on: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(TaskError, match=r"step 1: KeyError: 'weight' \(.*test_errors.py:\d+, in weigh\)") as told:
+    with pytest.raises(TaskError, match=r"step 1: KeyError: 'weight' \(.*test_errors.py:\d+, in weigh\)") as caught:
         train_quietly(Forgetful(), Averaging(tau=5), on, tmp_path / "run", steps=10)
-    assert "internal" not in str(told.value) and not getattr(told.value, "__notes__", [])
+    assert "internal" not in str(caught.value) and not getattr(caught.value, "__notes__", [])
 
 
 @pytest.fixture
 def broken_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in a protocol, such as nobody expects."""
+    """An unexpected fault in a protocol."""
 
     def handle(self: AveragingWorker, event: object, now: float) -> list[object]:
         raise LookupError("no such round")
@@ -45,17 +48,15 @@ def broken_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AveragingWorker, "handle", handle)
 
 
-def test_an_exception_of_our_own_is_an_internal_error_that_asks_for_a_report(
-    broken_worker: None, tmp_path: Path
-) -> None:
-    with pytest.raises(InternalError, match=r"internal error: LookupError: no such round\. .*please report") as told:
+def test_any_other_exception_is_an_internal_error_that_asks_for_a_report(broken_worker: None, tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match=r"internal error: LookupError: no such round\. .*please report") as caught:
         train_quietly(Blobs(), Averaging(tau=5), Sim(2), tmp_path / "run", steps=10)
-    assert not isinstance(told.value, UsageError)
-    assert isinstance(told.value.__cause__, LookupError), "its traceback is there once, as the cause"
+    assert not isinstance(caught.value, UsageError)
+    assert isinstance(caught.value.__cause__, LookupError), "its traceback is there once, as the cause"
 
 
 class Sabotaged(Blobs):
-    """Breaks Tether itself in the process that it is copied to; only a test would."""
+    """Breaks Tether itself in the process that it is copied to, which only a test does."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -66,11 +67,11 @@ class Sabotaged(Blobs):
         AveragingWorker.handle = handle  # type: ignore[method-assign, assignment]
 
 
-def test_an_exception_of_our_own_in_a_node_is_an_internal_error_with_the_nodes_traceback(tmp_path: Path) -> None:
-    with pytest.raises(InternalError, match=r"internal error in worker-\d: LookupError: no such round") as told:
+def test_any_other_exception_in_a_node_is_an_internal_error_with_the_nodes_traceback(tmp_path: Path) -> None:
+    with pytest.raises(InternalError, match=r"internal error in worker-\d: LookupError: no such round") as caught:
         train_quietly(Sabotaged(), Averaging(tau=5), Local(2), tmp_path / "run", steps=10)
-    assert "Traceback" not in str(told.value)
-    assert "in handle" in told.value.__notes__[0] and told.value.__notes__[0].count("Traceback") == 1
+    assert "Traceback" not in str(caught.value)
+    assert "in handle" in caught.value.__notes__[0] and caught.value.__notes__[0].count("Traceback") == 1
 
 
 def test_the_command_line_shows_an_internal_error_with_one_traceback_and_its_request_last(
@@ -88,6 +89,21 @@ def test_the_command_line_shows_an_internal_error_with_one_traceback_and_its_req
     assert ended.value.code == 1
     assert err.count("Traceback") == 1 and err.count("please report it") == 1
     assert err.splitlines()[-1].startswith("tether: internal error: LookupError: no such round")
+
+
+USE_SPARK = "import sys, tether\nif 'without' in sys.argv: sys.modules['pyspark'] = None\nprint(tether.spark.FrameTask)"
+
+
+@pytest.mark.parametrize("pyspark", ["with", "without"])
+def test_tether_spark_needs_no_import_of_its_own_and_names_the_extra_to_install(pyspark: str) -> None:
+    if pyspark == "with":
+        pytest.importorskip("pyspark", reason="pyspark is not installed")
+    done = subprocess.run([sys.executable, "-c", USE_SPARK, pyspark], capture_output=True, text=True, timeout=300)
+    if pyspark == "with":
+        assert done.stdout.strip() == "<class 'tether.spark.frame.FrameTask'>", done.stderr
+    else:
+        expected = "UsageError: this needs pyspark, which is not installed: pip install 'tether[spark]'"
+        assert done.returncode == 1 and done.stderr.strip().endswith(expected)
 
 
 @pytest.mark.parametrize("goal", [{"epochs": "5"}, {"steps": [3]}, {"seconds": "1s"}], ids=str)

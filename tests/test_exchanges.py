@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from tether.exchanges import Look, Periods, Watch
+from tether.bench.spark import LinkWatch, Periods, Reading
 
 
 def test_a_link_is_in_use_both_ways_only_while_both_directions_carry_much() -> None:
-    watch = Watch()
-    watch._looks = [
-        Look(-1.0, 0, 0),
-        Look(0.0, 10_000_000, 0),  # before it began
-        Look(1.0, 20_000_000, 100_000),  # acknowledgements are no use of a direction
-        Look(2.0, 30_000_000, 10_100_000),
-        Look(3.0, 30_000_000, 20_000_000),
-        Look(4.0, 30_000_000, 20_000_000),
-        Look(5.0, 90_000_000, 90_000_000),  # after it had ended
+    watch = LinkWatch()
+    watch._readings = [
+        Reading(-1.0, 0, 0),
+        Reading(0.0, 10_000_000, 0),  # before it began
+        Reading(1.0, 20_000_000, 100_000),  # acknowledgements are no use of a direction
+        Reading(2.0, 30_000_000, 10_100_000),
+        Reading(3.0, 30_000_000, 20_000_000),
+        Reading(4.0, 30_000_000, 20_000_000),
+        Reading(5.0, 90_000_000, 90_000_000),  # after it had ended
     ]
     traffic = watch.between(0.0, 4.0, period=2.0)
     assert (traffic.in_use, traffic.both) == (0.75, 0.25)

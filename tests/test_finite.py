@@ -1,4 +1,4 @@
-"""What is not finite never reaches a joint model, a checkpoint or a resumed run, although the loss may be finite."""
+"""Values that are not finite never reach a joint model, a checkpoint or a resumed run, even if the loss is finite."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, resume
+from tether.api import replay_recorded
+from tether.core.effects import GradientForm
+from tether.core.vector import Vector
 from tether.errors import Diverged, UsageError
-from tether.learner import SKIPPED_MIN, Learner
-from tether.machine import Wanted
-from tether.progress import make_progress
+from tether.execution.directory import RunDirectory
+from tether.execution.progress import make_progress
+from tether.learner.learner import SKIPPED_MIN, Learner
 from tether.protocols import Options
-from tether.run import replay_recorded
-from tether.rundir import RunDirectory
 from tether.task import Task
-from tether.testing import Blobs, train_quietly
-from tether.vector import Vector
+from tether.testing.conformance import Blobs, train_quietly
 
 QUIET = make_progress(quiet=True)
 PROTOCOLS = [
@@ -41,7 +41,7 @@ PROTOCOLS = [
 
 
 def poisoned(loss: Tensor, parameter: Tensor, taken: bool) -> Tensor:
-    """The same loss, whose gradient is NaN: that of a square root at 0."""
+    """The same loss with a NaN in its gradient, by a square root at 0."""
     return loss + (0.0 * parameter).square().sum().sqrt() if taken else loss
 
 
@@ -78,7 +78,7 @@ def test_past_a_limit_the_run_ends_with_an_error_that_names_worker_and_step(opti
         train_quietly(task, options, Sim(options.workers_max or 4), tmp_path / "run", steps=100)
 
 
-def test_processes_count_and_end_alike(tmp_path: Path) -> None:
+def test_processes_do_the_same(tmp_path: Path) -> None:
     now_and_then = Poisoned(lambda step: step % 15 == 4)
     result = train_quietly(now_and_then, Averaging(tau=3), Local(2), tmp_path / "few", steps=40)
     assert result.figures["gradients_skipped"] == 2 * 3 and result.metrics["error"] < 0.1
@@ -93,11 +93,11 @@ def test_a_record_with_gradients_that_were_left_out_is_replayed(tmp_path: Path) 
         assert all(count > 0 for count in replay_recorded(tmp_path / str(i), task).values())
 
 
-# ---- at one learner -------------------------------------------------------------------------------------------------
+# ---- in one learner -------------------------------------------------------------------------------------------------
 
 
 class Everything(Task):
-    """Rows, a large matrix, small ones, a normalization; in the third step the gradient of one `part` is NaN."""
+    """An embedding, a large matrix, a small one and a normalization; in step 3 the gradient of one `part` is NaN."""
 
     def __init__(self, part: str, make: Any, sparse: bool = True) -> None:
         self.part = part
@@ -114,15 +114,15 @@ class Everything(Task):
         return model
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        made: torch.optim.Optimizer = self.make([p for p in model.parameters() if p.requires_grad])
-        return made
+        optimizer: torch.optim.Optimizer = self.make([p for p in model.parameters() if p.requires_grad])
+        return optimizer
 
     def loss(self, model: Any, batch: Tensor) -> Tensor:
         self.taken += 1
         words = model.words(batch).sum(1)
         seen = model.norm(words)
         loss = model.small(seen).square().mean() + model.large(seen).square().mean()
-        if self.part == "norm" and self.taken == 3:  # as with a mask that comes too late
+        if self.part == "norm" and self.taken == 3:  # as if a mask were applied too late
             masked = torch.where(torch.zeros(8, dtype=torch.bool), model.norm(words * float("inf")), 0.0)
             return loss + masked.sum()
         spoiled = {"words": words, "large": model.large.weight, "small": model.small.bias}.get(self.part, words)
@@ -147,28 +147,28 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters)
 
 
-@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["host", "twin"])
-@pytest.mark.parametrize("wanted", ["step", "flat", "rows"])
+@pytest.mark.parametrize("device", [None, torch.device("cpu")], ids=["host", "device"])
+@pytest.mark.parametrize("form", ["none", "dense", "rows"])
 @pytest.mark.parametrize("make", [sgd, adam, adafactor])
 @pytest.mark.parametrize("part", ["words", "large", "small", "norm"])
 def test_wherever_a_gradient_is_not_finite_all_of_it_counts_as_zero(
-    part: str, make: Any, wanted: Wanted, device: torch.device | None
+    part: str, make: Any, form: GradientForm, device: torch.device | None
 ) -> None:
     task = Everything(part, make, sparse=make is not adafactor)
-    made = Learner(task, batches(), node="worker-0", seed=5, device=device)
+    learner = Learner(task, batches(), node="worker-0", seed=5, device=device)
     for step in range(1, 6):
-        before = made.weights.clone()
-        taken = made.compute(wanted, False)
+        before = learner.weights.clone()
+        taken = learner.compute(form, False)
         assert bool(taken.gradient.isfinite().all())
-        assert made.skipped == (step >= 3)
+        assert learner.skipped == (step >= 3)
         if step == 3:
             assert not taken.gradient.any()
-            assert torch.equal(made.weights, before), "what the pass made of buffers is left out too"
-        made.step(None, 1.0)
-        assert bool(made.weights.isfinite().all())
+            assert torch.equal(learner.weights, before), "what the pass changed in buffers is undone too"
+        learner.step(None, 1.0)
+        assert bool(learner.weights.isfinite().all())
         if make is sgd:
-            count = made.parameter_count
-            assert torch.equal(made.weights[:count], before[:count]) == (step == 3)
+            count = learner.parameter_count
+            assert torch.equal(learner.weights[:count], before[:count]) == (step == 3)
 
 
 def test_large_values_whose_sum_is_beyond_a_float_are_finite() -> None:
@@ -179,10 +179,10 @@ def test_large_values_whose_sum_is_beyond_a_float_are_finite() -> None:
         def loss(self, model: nn.Module, batch: Tensor) -> Tensor:
             return model(batch).sum()
 
-    made = Learner(Far(), iter([torch.full((1, 4), 3e38)] * 2), node="worker-0", seed=5)
-    made.weights.zero_()
-    taken = made.compute("flat", False)
-    assert not bool(taken.gradient.sum().isfinite()) and made.skipped == 0 and bool(taken.gradient.isfinite().all())
+    learner = Learner(Far(), iter([torch.full((1, 4), 3e38)] * 2), node="worker-0", seed=5)
+    learner.weights.zero_()
+    taken = learner.compute("dense", False)
+    assert not bool(taken.gradient.sum().isfinite()) and learner.skipped == 0 and bool(taken.gradient.isfinite().all())
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_weights_that_are_not_finite_are_never_saved(directory: RunDirectory) ->
     assert restored is not None and restored.step == 3
 
 
-def test_a_buffer_may_hold_what_it_likes(directory: RunDirectory) -> None:
+def test_a_buffer_may_hold_any_values(directory: RunDirectory) -> None:
     mask = torch.tensor([1.0, float("-inf"), float("nan")])
     directory.save_checkpoint(3, 30, mask, {}, {}, parameters=1)
     restored = directory.load_checkpoint()
@@ -210,7 +210,7 @@ def test_a_buffer_may_hold_what_it_likes(directory: RunDirectory) -> None:
 
 
 def spoil(checkpoint: Path) -> None:
-    """As if it had been saved by somebody who did not look."""
+    """As if it had been saved without a check."""
     tensors = load_file(checkpoint / "tensors.safetensors")
     tensors["0"] = torch.full_like(tensors["0"], float("nan"))
     save_file(tensors, checkpoint / "tensors.safetensors")

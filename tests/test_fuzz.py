@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 import msgspec
 import pytest
@@ -22,27 +22,27 @@ import torch
 
 from mutate import mutations
 from test_conformance import EXAMPLES
-from tether import settings
-from tether.compress import Compressor, Packed, Stream, unpack
+from tether.core import settings
+from tether.core.compress import Compressor, Packed, Stream, unpack
+from tether.core.machine import Node
+from tether.core.message import Message, Tag
+from tether.core.trace import Meter
+from tether.core.wire import Codec, pack_tree, unpack_tree
 from tether.errors import TetherError, UsageError, WireError
-from tether.machine import Message, Node
 from tether.protocols import known as known_protocols
-from tether.protocols.averaging import Joint
-from tether.runtimes import control
-from tether.runtimes.agent import Answer, Fenced, Here, Welcome, decoded
-from tether.runtimes.collectives import Down, Up
-from tether.runtimes.exchange import Fetch, Lies, _read
-from tether.runtimes.faults import Faults
-from tether.runtimes.feed import NONE, Intake, _wire_schema
-from tether.runtimes.handshake import Keys, Visitor, _Proof, _Stranger, receive
-from tether.runtimes.link import Opener, enveloped
-from tether.runtimes.memory import Memory
-from tether.runtimes.process import message_types
-from tether.store import Field
+from tether.protocols.averaging import ROUND, Joint
+from tether.runtimes.process import control
+from tether.runtimes.process.handshake import AuthenticatedConnection, Keys, _PendingConnection, _Signer, receive
+from tether.runtimes.process.link import Opener, enveloped
+from tether.runtimes.process.memory import Memory
+from tether.runtimes.sim.faults import Faults
+from tether.runtimes.spark.agent import Answer, Assignment, Greeting, Refusal, decode
+from tether.runtimes.spark.collectives import Announcement, BroadcastFile, Fetch, _read
+from tether.runtimes.spark.feed import NO_COUNT, RowReceiver, _wire_schema
+from tether.runtimes.spark.store import Field
+from tether.runtimes.tree import Down, Up, message_types
 from tether.tasks import known as known_tasks
 from tether.tasks import load
-from tether.trace import Meter
-from tether.wire import Codec, pack_tree, unpack_tree
 
 #: no input here is larger than a few kilobytes
 MEMORY_BYTES = 256 * 2**20
@@ -57,7 +57,7 @@ def count(request: pytest.FixtureRequest) -> int:
 
 @contextmanager
 def little_memory() -> Iterator[None]:
-    """A decoder that believes a length it is told gets a MemoryError."""
+    """Limit the memory, so that a decoder that believes a false length gets a MemoryError."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, hard))
@@ -70,12 +70,12 @@ def little_memory() -> Iterator[None]:
 def try_damaged(
     examples: list[list[bytes]], decode: Callable[[list[bytes]], Any], count: int, errors: type[Exception]
 ) -> None:
-    """So many damaged examples, each some frames of which one or more are damaged."""
+    """Decode `count` damaged examples; each is a list of frames, with damage in one or more of them."""
     rng = random.Random(17)
     outcomes: Counter[str] = Counter()
     slowest = 0.0
     for example in examples:
-        decode(list(example))  # as it is it is taken
+        decode(list(example))  # undamaged, it is accepted
     with little_memory():
         for _ in range(count):
             frames = list(rng.choice(examples))
@@ -105,10 +105,11 @@ def frames_of(codec: Codec, message: Message) -> list[bytes]:
 @pytest.mark.parametrize("name", [name for name, cls in known_protocols().items() if cls.messages])
 def test_damaged_messages_of_a_protocol_are_refused(name: str, count: int) -> None:
     cls = known_protocols()[name]
-    types = message_types(tuple(cls.messages), compressed=True)
+    plain = (*cls.messages, *message_types(tuple(cls.messages)))
+    types = [*plain, Packed[Union[plain]]]  # noqa: UP007
     examples: list[Message] = list(EXAMPLES[cls])
-    examples += [Down("round", 3, ("hub", "worker-0"), ("worker-0",), message) for message in EXAMPLES[cls]]
-    examples.append(Up("round 3", ("hub", "worker-0"), torch.ones(3), 1.0, {"worker-0": 3}))
+    examples += [Down(ROUND, 3, ("hub", "worker-0"), (Tag(ROUND, 2),), message) for message in EXAMPLES[cls]]
+    examples.append(Up(Tag(ROUND, 3), ("hub", "worker-0"), torch.ones(3), 1.0, {"worker-0": 3}))
     codec = Codec(types)
     try_damaged([frames_of(codec, message) for message in examples], codec.decode, count, WireError)
 
@@ -127,19 +128,19 @@ CONTROL: list[Message] = [
     control.Report(Meter("worker-0"), 1.0),
     control.Row({"tau": 3, "loss": 0.5}, 1.0),
     control.Evaluation(3, 96, False, torch.ones(4), 1.0),
-    with_tree(lambda tree, tensors: control.Saved(3, 96, False, torch.ones(4), tree, tree, tensors, 1.0)),
+    with_tree(lambda tree, tensors: control.Checkpoint(3, 96, False, torch.ones(4), tree, tree, tensors, 1.0)),
     with_tree(lambda tree, tensors: control.State(3, tree, tensors)),
     with_tree(lambda tree, tensors: control.Restore(tree, tensors)),
     control.Begin(("hub", "worker-0"), {"hub": "tcp://127.0.0.1:1234"}),
     control.Observed([{"error": 0.5}]),
     control.Bye(Meter("worker-0"), []),
-    Fetch("round 3", 0),
-    Lies("/tmp/somewhere"),
+    Fetch(Tag(ROUND, 3), 0),
+    BroadcastFile("/tmp/somewhere"),
 ]
 
 
 def test_damaged_words_between_driver_and_nodes_are_refused(count: int) -> None:
-    codec = Codec([*control.FROM_NODE, *control.FROM_DRIVER, Fetch, Lies])
+    codec = Codec([*control.FROM_NODE, *control.FROM_DRIVER, Fetch, BroadcastFile])
 
     def decode(frames: list[bytes]) -> None:
         message = codec.decode(frames)
@@ -151,9 +152,9 @@ def test_damaged_words_between_driver_and_nodes_are_refused(count: int) -> None:
 
 
 def test_damaged_broadcasts_of_spark_are_refused(tmp_path: Path, count: int) -> None:
-    codec = Codec([Down[Joint]])
+    codec = Codec([Announcement[Joint]])
     joint = Joint(1, torch.arange(300.0), {"worker-0": (4, 6)}, 4)
-    frames = codec.encode(Down("round", 0, ("hub", "worker-0"), (), joint))
+    frames = codec.encode(Announcement(ROUND, 0, ("hub", "worker-0"), joint))
     file = tmp_path / "broadcast"
 
     def read(damaged: list[bytes]) -> None:
@@ -170,7 +171,9 @@ def test_damaged_messages_that_are_compressed_are_refused(code: str, count: int)
     draw = torch.Generator().manual_seed(1)
     sizes = (300, 3000, 3100)
     packed = [
-        compressor.pack(Stream("hub", f"{size}"), Up("round 3", (), torch.randn(size, generator=draw), 1.0, {"a": 3}))
+        compressor.pack(
+            Stream("hub", f"{size}"), Up(Tag(ROUND, 3), (), torch.randn(size, generator=draw), 1.0, {"a": 3})
+        )
         for size in sizes
     ]
     codec = Codec([Packed[Up]])
@@ -184,7 +187,7 @@ def test_damaged_envelopes_and_loans_are_refused(tmp_path: Path, count: int) -> 
     values = memory.empty(30_000, dtype=torch.float32).fill_(1.0)
     examples = []
     for tensor in (values, torch.ones(5)):
-        message = Up("round 3", (), tensor, 1.0, {"a": 3})
+        message = Up(Tag(ROUND, 3), (), tensor, 1.0, {"a": 3})
         frames = enveloped(codec, "owner", message, lambda frame: memory.lend("peer", frame))
         examples.append([bytes(frame) for frame in frames])
     try_damaged(examples, lambda frames: opener.open([memoryview(frame) for frame in frames]), count, WireError)
@@ -194,22 +197,22 @@ def test_damaged_envelopes_and_loans_are_refused(tmp_path: Path, count: int) -> 
 
 
 def test_a_damaged_greeting_opens_nothing(count: int) -> None:
-    """Every byte of it counts: none that is damaged is taken."""
+    """Every byte of it counts: no damaged greeting is accepted."""
     key = KEYS.derive("test")
-    text = msgspec.msgpack.encode(Here(1, "/tmp/tether-1", "127.0.0.1", 4321, "/local", 3, 7))
+    text = msgspec.msgpack.encode(Greeting(1, "/tmp/tether-1", "127.0.0.1", 4321, "/local", 3, 7))
     nonce = bytes(range(32))
 
-    def greet(damage: Callable[[bytes], bytes]) -> Visitor | None:
+    def greet(damage: Callable[[bytes], bytes]) -> AuthenticatedConnection | None:
         with ExitStack() as stack:
             here, there = (stack.enter_context(end) for end in socket.socketpair())
-            stranger = _Stranger(here, key)
-            stranger.greet()
-            mac = _Proof(key, receive(there, 32) + nonce).message(text)
+            pending = _PendingConnection(here, key)
+            pending.send_nonce()
+            mac = _Signer(key, receive(there, 32) + nonce).sign_message(text)
             with suppress(BrokenPipeError):
                 there.sendall(damage(nonce + mac + len(text).to_bytes(4, "big") + text))
             there.shutdown(socket.SHUT_WR)
             for _ in range(10):
-                if (visitor := stranger.hear()) is not None:
+                if (visitor := pending.receive()) is not None:
                     return visitor
             raise AssertionError("it neither ended nor went on")
 
@@ -222,11 +225,14 @@ def test_a_damaged_greeting_opens_nothing(count: int) -> None:
 
 
 def test_damaged_words_on_a_lifeline_are_refused(count: int) -> None:
-    here = Here(1, "/tmp/tether-1", "127.0.0.1", 4321, "/local", 3, 7)
+    greeting = Greeting(1, "/tmp/tether-1", "127.0.0.1", 4321, "/local", 3, 7)
     node = Node("worker-1", "worker", True, 1)
-    for kind, said in ((Here, [here]), (Answer, [Welcome(node, (node, node)), Fenced("its place is taken")])):
+    for kind, said in (
+        (Greeting, [greeting]),
+        (Answer, [Assignment(node, (node, node)), Refusal("its place is taken")]),
+    ):
         examples = [[msgspec.msgpack.encode(word)] for word in said]
-        try_damaged(examples, lambda frames, kind=kind: decoded(frames[0], kind), count, WireError)  # type: ignore[misc]
+        try_damaged(examples, lambda frames, kind=kind: decode(frames[0], kind), count, WireError)  # type: ignore[misc]
 
 
 def test_a_damaged_stream_of_rows_is_forgotten_or_refused(count: int) -> None:
@@ -244,13 +250,13 @@ def test_a_damaged_stream_of_rows_is_forgotten_or_refused(count: int) -> None:
     whole = sink.getvalue().to_pybytes() + (8).to_bytes(8, "little")
 
     def serve(stream: bytes) -> None:
-        """As a task of the run brings it."""
-        with closing(Intake(fields, KEYS, host="127.0.0.1")) as intake, ExitStack() as stack:
+        """Receive the stream as a task of the run sends it."""
+        with closing(RowReceiver(fields, KEYS, host="127.0.0.1")) as receiver, ExitStack() as stack:
             here, there = (stack.enter_context(end) for end in socket.socketpair())
             there.sendall(stream)
             there.shutdown(socket.SHUT_WR)
-            intake._serve(Visitor(here, b"", _Proof(b"", b"")))
-            if len(intake.wait(0.0)) == NONE:
+            receiver._serve(AuthenticatedConnection(here, b"", _Signer(b"", b"")))
+            if len(receiver.wait(0.0)) == NO_COUNT:
                 raise WireError("nothing has come")
 
     try_damaged([[whole]], lambda frames: serve(frames[0]), count, TetherError)
@@ -313,7 +319,7 @@ def test_damaged_settings_are_taken_or_refused(kind: str, tmp_path: Path, count:
             raise UsageError("an unknown protocol")
 
     def is_taken(frames: list[bytes]) -> bool:
-        """Some defaults stand for nothing that can be set."""
+        """Some defaults are not values that can be set."""
         with suppress(UsageError):
             make(frames)
             return True

@@ -1,6 +1,6 @@
-"""Every file of a run, damaged in thousands of ways: what is whole is used, the rest is refused with a reason.
+"""Every file of a run, damaged in thousands of ways: intact files are used, damaged ones are refused with a reason.
 
-`python tests/test_fuzz_run.py 20000` tries so many inputs for each decoder, or only for those that are named after it.
+`python tests/test_fuzz_run.py 20000` tries 20,000 inputs for each decoder; names after the number choose decoders.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from torch import Tensor
 
 from mutate import mutations
 from tether import Averaging, Sim
-from tether.checkpoint import Evaluated, Restored
+from tether.analysis.report import table
+from tether.analysis.runs import load_run
 from tether.errors import RunError, UsageError
-from tether.record import _entries
-from tether.report import load_run, table
-from tether.rundir import VERSION, RunDirectory
-from tether.testing import Blobs, train_quietly
+from tether.execution.checkpoint import Evaluated, Restored
+from tether.execution.configuration import VERSION
+from tether.execution.directory import RunDirectory
+from tether.runtimes.record import _entries
+from tether.testing.conformance import Blobs, train_quietly
 
 COUNT = 400
-#: what decoding one input may take, on a busy machine, and what all of them may add to the memory
+#: the time that decoding one input may take on a busy machine, and the memory that all of them may add
 SECONDS_MAX, MEMORY_MAX = 10.0, 200 << 20
 
-#: damages one file in place, if it likes, and says what came of it
+#: may damage one file in place, and returns a word for the result
 Try = Callable[[random.Random], str]
 
 
 def same(found: Restored | None, original: Restored) -> bool:
-    """Whether a checkpoint came back exactly, notes aside."""
+    """Whether a checkpoint was restored exactly, apart from its notes."""
     return found is not None and json.dumps(plain(found)) == json.dumps(plain(original))
 
 
@@ -68,7 +70,7 @@ def make(path: Path) -> RunDirectory:
 
 
 def checkpoints(path: Path) -> Try:
-    """A damaged newest checkpoint: itself exactly as it was, or exactly the one before."""
+    """With a damaged newest checkpoint, exactly that checkpoint or exactly the one before is restored."""
     directory = make(path)
     older, newest = directory._names()
     folder = path / "checkpoints" / newest
@@ -97,7 +99,7 @@ def checkpoints(path: Path) -> Try:
 
 
 def old_checkpoints(path: Path) -> Try:
-    """Without hashes nobody can tell every damage, but nothing crashes."""
+    """Without hashes some damage cannot be noticed, but nothing crashes."""
     make(path)
     for sums in path.rglob("SHA256SUMS"):
         sums.unlink()
@@ -174,7 +176,7 @@ def metrics(path: Path) -> Try:
         )
         record = load_run(path)
         assert record.figures["seconds"] >= 0 and record.workers.keys() <= record.nodes.keys()
-        if rng.random() < 0.05:  # which takes longer than all the rest
+        if rng.random() < 0.05:  # this takes longer than all the rest
             table([record])
         return "left out" if len(history.rows) < rows else "taken"
 
@@ -202,7 +204,7 @@ DECODERS = [checkpoints, old_checkpoints, best_models, configurations, metrics, 
 
 
 def fuzz(decoder: Callable[[Path], Try], folder: Path, count: int) -> Counter[str]:
-    """How often what came of it."""
+    """How often each result occurred."""
     attempt = decoder(folder / "run")
     found: Counter[str] = Counter()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -225,7 +227,7 @@ def quiet_disk() -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("decoder", DECODERS, ids=lambda decoder: decoder.__name__)
-def test_damaged_files_give_what_was_whole_or_a_clear_error(decoder: Callable[[Path], Try], quiet_disk: Path) -> None:
+def test_damaged_files_give_intact_data_or_a_clear_error(decoder: Callable[[Path], Try], quiet_disk: Path) -> None:
     found = fuzz(decoder, quiet_disk, COUNT)
     assert found.total() == COUNT and found.keys() & {"fell back", "refused", "left out"}, found
 

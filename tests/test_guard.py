@@ -1,4 +1,4 @@
-"""A guard refuses gradients that are far longer than is usual for their worker."""
+"""A guard refuses gradients that are far longer than usual for their worker."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tether import Averaging, Elastic, Grid, Mpca, Server, Sim, TaskError, UsageError
-from tether.learner import GUARD_HISTORY, Guard
+from tether.learner.guard import GUARD_HISTORY, Guard
 from tether.protocols import Options
 from tether.protocols import make as make_protocol
-from tether.testing import Blobs, train_quietly
+from tether.testing.conformance import Blobs, train_quietly
 
 PROTOCOLS: list[dict[str, Any]] = [
     {"name": "server", "sync": "hard"},
@@ -56,7 +56,7 @@ def test_a_poisoned_worker_ruins_a_run_without_a_guard_and_not_with_one(
     assert error_of(make_protocol({**described, "guard": 100.0}), tmp_path / "with") < 0.1
 
 
-def test_what_was_refused_is_counted_and_its_worker_is_named(tmp_path: Path) -> None:
+def test_refused_gradients_are_counted_and_their_worker_is_named(tmp_path: Path) -> None:
     result = train_quietly(Poisoned(), Averaging(tau=4, guard=100.0), Sim(workers=3), tmp_path / "run", steps=40)
     assert result.figures["gradients_refused"] == {"worker-1": 21}
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -74,15 +74,15 @@ def test_a_guard_refuses_nothing_of_an_ordinary_run(options: Options, tmp_path: 
     assert guarded.figures["digest"] == plain.figures["digest"]
 
 
-def test_a_guard_goes_by_the_median_of_what_it_has_let_pass() -> None:
+def test_a_guard_compares_with_the_median_of_the_gradients_it_has_accepted() -> None:
     guard = Guard(10.0)
     assert not any(guard.refuses([torch.tensor([1e9])]) for _ in range(3)), "it knows nothing yet"
     assert not any(guard.refuses([torch.ones(1)]) for _ in range(GUARD_HISTORY - 3))
     assert guard.refuses([torch.tensor([6.0]), torch.tensor([9.0])])
     assert not guard.refuses([torch.tensor([9.0])])
-    assert all(guard.refuses([torch.tensor([11.0])]) for _ in range(100)), "what is refused is no history"
+    assert all(guard.refuses([torch.tensor([11.0])]) for _ in range(100)), "refused gradients do not count"
 
 
-def test_a_guard_that_would_refuse_half_of_all_is_refused() -> None:
+def test_a_guard_that_would_refuse_half_of_all_gradients_is_refused() -> None:
     with pytest.raises(UsageError, match=r"guard must be more than 1, such as 100, or 0 for none, not 0\.5"):
         Averaging(guard=0.5)

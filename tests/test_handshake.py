@@ -18,13 +18,21 @@ from typing import Any
 import pytest
 import zmq
 
+from tether.core.message import Message
 from tether.errors import RunError, WireError
-from tether.machine import Message
-from tether.runtimes import handshake
-from tether.runtimes.feed import Intake
-from tether.runtimes.handshake import MAC_BYTES, NONCE_BYTES, Keys, Listener, Visitor, introduce, receive
-from tether.runtimes.link import Inbox, Outbox
-from tether.store import Field
+from tether.runtimes.process import handshake
+from tether.runtimes.process.handshake import (
+    MAC_BYTES,
+    NONCE_BYTES,
+    AuthenticatedConnection,
+    Keys,
+    Listener,
+    authenticate,
+    receive,
+)
+from tether.runtimes.process.link import Inbox, Outbox
+from tether.runtimes.spark.feed import RowReceiver
+from tether.runtimes.spark.store import Field
 
 KEYS = Keys(b"the secret of this run")
 HERE = "127.0.0.1"
@@ -38,7 +46,7 @@ class Door:
 
     def __init__(self) -> None:
         self.listener = Listener(KEYS, "test", HERE)
-        self.visitors: list[Visitor] = []
+        self.visitors: list[AuthenticatedConnection] = []
         self.failure: BaseException | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._listen)
@@ -75,7 +83,7 @@ def door() -> Iterator[Door]:
 
 def lets_friends_in(door: Door) -> bool:
     with door.knock() as friend:
-        return introduce(friend, KEYS, "test", b"friend") == b"welcome friend"
+        return authenticate(friend, KEYS, "test", b"friend") == b"welcome friend"
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -108,7 +116,7 @@ def test_who_holds_the_key_is_heard_and_answered(door: Door) -> None:
 )
 def test_another_key_opens_nothing(door: Door, keys: Keys, purpose: str) -> None:
     with door.knock() as stranger, pytest.raises(ConnectionError):
-        introduce(stranger, keys, purpose, b"let me in")
+        authenticate(stranger, keys, purpose, b"let me in")
     assert lets_friends_in(door) and len(door.visitors) == 1
 
 
@@ -127,7 +135,7 @@ def test_a_caller_does_not_believe_who_cannot_prove_that_it_holds_the_key() -> N
             thread = threading.Thread(target=impersonate, args=(accepted, answer))
             thread.start()
             with accepted, pytest.raises(WireError, match="does not hold the key of this run"):
-                introduce(caller, KEYS, "test", b"hello")
+                authenticate(caller, KEYS, "test", b"hello")
             thread.join()
 
 
@@ -138,7 +146,7 @@ def test_what_was_said_once_cannot_be_said_again(door: Door) -> None:
         spy = type(
             "Spy", (), {"recv": friend.recv, "sendall": lambda _, text: (words.append(text), friend.sendall(text))}
         )
-        introduce(spy(), KEYS, "test", b"friend")
+        authenticate(spy(), KEYS, "test", b"friend")
     with door.knock() as replayer:
         receive(replayer, NONCE_BYTES)
         replayer.sendall(words[0])
@@ -197,16 +205,16 @@ def test_who_says_nothing_is_sent_away_in_time(door: Door, monkeypatch: pytest.M
         assert len(receive(stranger, NONCE_BYTES)) == NONCE_BYTES
         assert stranger.recv(1) == b""
         stranger.close()
-    assert not door.listener._strangers
+    assert not door.listener._pending
 
 
 def test_strangers_that_keep_silent_keep_no_friend_out(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "TURN_SECONDS", 0.2)
+    monkeypatch.setattr(handshake, "PENDING_SECONDS_MIN", 0.2)
     with ExitStack() as stack:
-        for _ in range(handshake.STRANGERS_MAX + 50):
+        for _ in range(handshake.PENDING_MAX + 50):
             stack.enter_context(door.knock())
         assert lets_friends_in(door)
-        assert len(door.listener._strangers) <= handshake.STRANGERS_MAX
+        assert len(door.listener._pending) <= handshake.PENDING_MAX
 
 
 def test_many_friends_at_once_are_all_let_in(door: Door) -> None:
@@ -251,8 +259,8 @@ def few_descriptors(more: int) -> Iterator[None]:
 
 def test_more_connections_than_descriptors_are_survived(door: Door) -> None:
     with few_descriptors(20), flood(door.listener.port, 100):
-        wait_until(lambda: door.listener._shut_until is not None)
-        assert len(door.listener._strangers) <= 20 and door.failure is None
+        wait_until(lambda: door.listener._paused_until is not None)
+        assert len(door.listener._pending) <= 20 and door.failure is None
     assert lets_friends_in(door)
 
 
@@ -261,13 +269,13 @@ def test_more_connections_than_descriptors_are_survived(door: Door) -> None:
 
 @pytest.mark.parametrize("words", STRANGE.values(), ids=STRANGE)
 def test_the_intake_of_an_agent_is_deaf_to_strangers(words: bytes) -> None:
-    with closing(Intake(FIELDS, KEYS, host=HERE)) as intake:
+    with closing(RowReceiver(FIELDS, KEYS, host=HERE)) as intake:
         stranger = socket.create_connection((HERE, intake.port))
         stranger.sendall(words)
         reset(stranger)
         with socket.create_connection((HERE, intake.port), PATIENCE_SECONDS) as friend:
-            assert struct.unpack("<q", introduce(friend, KEYS, "feed")) == (-1,), "it has no rows yet"
-        with pytest.raises(RunError, match="no data has come within 0 s"):
+            assert struct.unpack("<q", authenticate(friend, KEYS, "feed")) == (-1,), "it has no rows yet"
+        with pytest.raises(RunError, match="no data has arrived within 0 s"):
             intake.wait(0.0)
 
 
@@ -281,12 +289,12 @@ class Word(Message, frozen=True):
 def inbox(tmp_path: Path) -> Iterator[tuple[Inbox, Outbox]]:
     """A node's inbox by TCP, and somebody of the run who can reach it by TCP only."""
     context: zmq.Context[Any] = zmq.Context()
-    doorman = KEYS.guard(context)
+    authenticator = KEYS.start_authenticator(context)
     made = Inbox(context, tmp_path, "node", [Word], keys=KEYS, host=HERE)
     outbox = Outbox(context, tmp_path / "elsewhere", "friend", keys=KEYS)
     outbox.addresses["node"] = made.address
     yield made, outbox
-    doorman.stop()
+    authenticator.stop()
     context.destroy(linger=0)
 
 

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
+from tether.bench.hosts import Host, hosts
 from tether.errors import UsageError
-from tether.hosts import Host, hosts
 
 MEGABYTES = 4
 SERVER = """
@@ -46,7 +46,7 @@ def run(host: Host, code: str) -> str:
 
 @pytest.mark.skipif(
     os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
-    reason="hosts are made by root with ip and tc: apt-get install iproute2",
+    reason="emulated hosts need root and the programs ip and tc: apt-get install iproute2",
 )
 def test_hosts_reach_each_other_at_the_speed_of_their_links_and_nothing_else() -> None:
     with hosts(2, "80mbit") as (one, other):
@@ -63,5 +63,5 @@ def test_hosts_reach_each_other_at_the_speed_of_their_links_and_nothing_else() -
 
 def test_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(UsageError, match="as root: apt-get install iproute2"), hosts(2, "1gbit"):
+    with pytest.raises(UsageError, match="as root, after apt-get install iproute2"), hosts(2, "1gbit"):
         pass

@@ -1,4 +1,4 @@
-"""Learners that step on one shared vector: counting, halting, deaths, and real processes that share memory."""
+"""Workers that step on one shared vector: counting, halting, deaths, and real processes that share memory."""
 
 from __future__ import annotations
 
@@ -13,37 +13,21 @@ from torch import Tensor
 
 from test_local import mapped, nothing_is_left
 from tether import Faults, Local, Server, Sim, StepTime
+from tether.api import resume, run
+from tether.core.effects import CancelTimer, Checkpoint, Compute, Effect, Evaluate, Finish, Send, SetTimer, Step
+from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested, TimerFired
+from tether.core.machine import NodeContext, Schedule
+from tether.core.message import Timer
 from tether.errors import UsageError
-from tether.machine import (
-    CancelTimer,
-    Checkpoint,
-    Compute,
-    Effect,
-    Evaluate,
-    Event,
-    Finish,
-    GradientReady,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Schedule,
-    Seat,
-    Send,
-    SetTimer,
-    Started,
-    Step,
-    StopRequested,
-    TimerFired,
-)
-from tether.plan import Request, RunPlan
-from tether.progress import make_progress
-from tether.protocols.inline import HALT_SECONDS, TELL_SECONDS, Halt, InlineHub, InlineLearner, Tally
-from tether.protocols.pushes import Mark, Push
-from tether.run import resume, run
-from tether.swarm import Nobody
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.execution.progress import make_progress
+from tether.protocols.server.inline import HALT_SECONDS, TALLY_SECONDS, InlineHub, InlineWorker
+from tether.protocols.server.messages import Halt, Mark, Push, Tally
+from tether.runtimes.base import NullObserver
 from tether.task import SyntheticTask
 from tether.tasks.digits import Digits
-from tether.testing import Assassin, Blobs, train_quietly
+from tether.testing.conformance import Assassin, Blobs, train_quietly
 
 INLINE = Server(sync="async", apply="inline")
 ENDS = [Evaluate, Checkpoint, Finish]
@@ -53,14 +37,14 @@ def machine(name: str, workers: int = 2, steps: int = 100, options: Server = INL
     nodes = options.nodes(workers)
     place = next(node for node in nodes if node.name == name)
     goal = Schedule(steps=steps, evaluate_every=10, batch_size=16)
-    built = options.machine(Seat(place, nodes, torch.zeros(3), 3, goal))
+    built = options.machine(NodeContext(place, nodes, torch.zeros(3), 3, goal))
     play(built, Started(tuple(node.name for node in nodes)))
     return built
 
 
 def play(built: Any, event: Event, now: float = 0.0) -> list[Effect]:
     if isinstance(event, Received) and isinstance(event.message, Tally):
-        ledger = built.pace.ledger
+        ledger = built.progress.ledger
         ledger.deal(event.sender, max(0, event.message.steps - len(ledger.held[event.sender])))
     effects: list[Effect] = built.handle(event, now)
     built.check()
@@ -75,20 +59,20 @@ def ready() -> GradientReady:
     return GradientReady(torch.zeros(3), 1.0, 16, 0.01)
 
 
-def test_a_learner_steps_on_and_tells_every_now_and_then() -> None:
-    learner: InlineLearner = machine("worker-0")
-    assert kinds(play(learner, ready(), 0.01)) == [Step, Compute]
-    assert kinds(play(learner, ready(), 0.02)) == [Step, Compute]
-    told = play(learner, ready(), TELL_SECONDS)
-    assert told[1] == Send("hub", Tally(3)), "after the step"
-    assert kinds(play(learner, ready(), TELL_SECONDS + 0.01)) == [Step, Compute]
+def test_a_worker_reports_its_steps_every_now_and_then() -> None:
+    worker: InlineWorker = machine("worker-0")
+    assert kinds(play(worker, ready(), 0.01)) == [Step, Compute]
+    assert kinds(play(worker, ready(), 0.02)) == [Step, Compute]
+    effects = play(worker, ready(), TALLY_SECONDS)
+    assert effects[1] == Send("hub", Tally(3)), "after the step"
+    assert kinds(play(worker, ready(), TALLY_SECONDS + 0.01)) == [Step, Compute]
 
 
-def test_who_halts_tells_the_rest_and_never_steps_again() -> None:
-    learner: InlineLearner = machine("worker-0")
-    play(learner, ready(), 0.01)
-    assert play(learner, Received("hub", Halt()), 0.02) == [Send("hub", Tally(1, last=True))]
-    assert play(learner, ready(), 0.03) == [], "the gradient under way is let go"
+def test_a_worker_that_halts_reports_its_last_steps_and_never_steps_again() -> None:
+    worker: InlineWorker = machine("worker-0")
+    play(worker, ready(), 0.01)
+    assert play(worker, Received("hub", Halt()), 0.02) == [Send("hub", Tally(1, last=True))]
+    assert play(worker, ready(), 0.03) == [], "the gradient under way is discarded"
 
 
 def test_the_hub_counts_and_finishes_when_all_have_halted() -> None:
@@ -96,30 +80,30 @@ def test_the_hub_counts_and_finishes_when_all_have_halted() -> None:
     assert Evaluate(10, 320) in play(hub, Received("worker-0", Tally(20)))
     effects = play(hub, Received("worker-1", Tally(20)))
     assert [e for e in effects if isinstance(e, Send)] == [Send("worker-0", Halt()), Send("worker-1", Halt())]
-    assert SetTimer("halt", HALT_SECONDS) in effects and not hub.pace.over
+    assert SetTimer(Timer("halt"), HALT_SECONDS) in effects and not hub.progress.over
     assert not {Finish} & set(kinds(play(hub, Received("worker-0", Tally(2, last=True)))))
     effects = play(hub, Received("worker-1", Tally(0, last=True)))
     assert [kind for kind in kinds(effects) if kind is not CancelTimer] == ENDS
-    assert Evaluate(20, 672, final=True) in effects, "what was done after enough was told is in the samples"
+    assert Evaluate(20, 672, final=True) in effects, "steps reported after the goal was reached are in the samples"
 
 
-def test_neither_a_dead_nor_a_paused_learner_holds_the_end_up() -> None:
+def test_neither_a_dead_nor_a_paused_worker_delays_the_end() -> None:
     hub: InlineHub = machine("hub", workers=3)
     play(hub, StopRequested("enough"))
     assert play(hub, StopRequested("again")) == []
     assert play(hub, Received("worker-0", Tally(1, last=True)))[1:] == []
     assert play(hub, PeerLost("worker-1")) == []
-    assert kinds(play(hub, TimerFired("halt"))) == ENDS
+    assert kinds(play(hub, TimerFired(Timer("halt")))) == ENDS
     alone: InlineHub = machine("hub", workers=1)
     play(alone, PeerLost("worker-0"))
     assert kinds(play(alone, StopRequested("enough"))) == ENDS
 
 
-def test_who_comes_counts_and_when_the_end_has_begun_halts() -> None:
+def test_a_worker_that_joins_counts_and_halts_if_the_run_is_ending() -> None:
     hub: InlineHub = machine("hub", workers=1, steps=10)
     assert play(hub, PeerJoined("worker-1", "worker")) == []
     play(hub, Received("worker-1", Tally(4)))
-    assert hub.pace.step == 2, "of two learners now"
+    assert hub.progress.step == 2, "there are two workers now"
     play(hub, StopRequested("enough"))
     assert play(hub, PeerJoined("worker-2", "worker")) == [Send("worker-2", Halt())]
 
@@ -128,18 +112,18 @@ def test_who_comes_counts_and_when_the_end_has_begun_halts() -> None:
 
 
 def test_in_the_simulator_all_nodes_have_one_vector() -> None:
-    """Steps of one learner are in the other's next gradient, and the sum of all steps is in the model."""
+    """Steps of one worker are in the other's next gradient, and the sum of all steps is in the model."""
     sim = Sim(workers=4, step_seconds=StepTime(0.1, spread=0.3))
     plan = RunPlan.make(SyntheticTask(noise=0.0, rate=0.1), INLINE, sim, Request(steps=30, trace=False), None)
-    outcome = sim.execute(plan, Nobody())
+    outcome = sim.execute(plan, NullObserver())
     assert outcome.reason == "all steps made"
-    assert float(outcome.weights.abs().max()) < 0.9**70, "four times the progress of one, but for staleness"
+    assert float(outcome.weights.abs().max()) < 0.9**70, "four times the progress of one worker, except for staleness"
     made = sum(meter.samples for meter in outcome.meters.values())
     assert made >= 120 and outcome.meters["hub"].steps == 0
 
 
 @pytest.mark.parametrize("rate", ["none", "1/n"])
-def test_rates(rate: Any) -> None:
+def test_rate_1_over_n_makes_smaller_steps(rate: Any) -> None:
     sim = Sim(workers=4)
     plan = RunPlan.make(
         SyntheticTask(noise=0.0, rate=0.1),
@@ -148,43 +132,43 @@ def test_rates(rate: Any) -> None:
         Request(steps=10, trace=False),
         None,
     )
-    left = float(sim.execute(plan, Nobody()).weights.abs().max())
+    left = float(sim.execute(plan, NullObserver()).weights.abs().max())
     assert (left > 0.9**15) is (rate == "1/n")
 
 
 @pytest.mark.parametrize("rate", ["auto", "none", "1/n", "staleness"])
-def test_a_step_inline_is_what_it_is_at_a_hub_with_as_many_learners(rate: Any) -> None:
-    """Where a run happens to be must not change how it learns. While a gradient is taken all others make a step."""
-    learner = machine("worker-0", workers=4, options=replace(INLINE, rate=rate))
-    (inline,) = [effect for effect in play(learner, ready()) if isinstance(effect, Step)]
+def test_an_inline_step_equals_one_at_a_hub_with_the_same_number_of_workers(rate: Any) -> None:
+    """Where steps are made must not change how a run learns. While one gradient is computed, all others step once."""
+    worker = machine("worker-0", workers=4, options=replace(INLINE, rate=rate))
+    (inline,) = [effect for effect in play(worker, ready()) if isinstance(effect, Step)]
     hub = machine("hub", workers=4, options=Server(sync="async", rate=rate))
     for number in range(1, 9):
         mark = Mark(f"worker-{number % 4}", number, max(0, number - 4))
-        effects = play(hub, Received(mark.learner, Push((mark,), torch.zeros(3), torch.zeros(0), 1, None)))
-    (there,) = [effect for effect in effects if isinstance(effect, Step)]
-    assert (inline.rate, inline.staleness) == (there.rate, there.staleness)
+        effects = play(hub, Received(mark.worker, Push((mark,), torch.zeros(3), torch.zeros(0), 1, None)))
+    (at_hub,) = [effect for effect in effects if isinstance(effect, Step)]
+    assert (inline.rate, inline.staleness) == (at_hub.rate, at_hub.staleness)
 
 
 @pytest.mark.parametrize("apply", ["inline", "server"])
-def test_eight_asynchronous_learners_with_momentum_train_wherever_the_step_is_made(apply: Any, tmp_path: Path) -> None:
-    """With their momentum as it is they would end at 70 to 90 %: staleness is momentum of its own."""
+def test_eight_asynchronous_workers_with_momentum_train_wherever_the_step_is_made(apply: Any, tmp_path: Path) -> None:
+    """With the task's own momentum the error would stay at 70 to 90 %: staleness acts as momentum too."""
     sim = Sim(workers=8, step_seconds=StepTime(0.1, spread=0.2), checked=False)
     task = Digits(learning_rate=0.05, momentum=0.9)
     result = train_quietly(task, Server(sync="async", apply=apply), sim, tmp_path / "run", epochs=10)
     assert result.metrics["error"] < 0.1
 
 
-def test_a_learner_may_die_and_another_come() -> None:
+def test_a_worker_may_die_and_another_join() -> None:
     faults = Faults().crash("worker-1", at=0.5).restart("worker-2", at=0.7, seconds=0.3)
     sim = Sim(workers=3, faults=faults, detect_seconds=0.05)
     plan = RunPlan.make(SyntheticTask(), INLINE, sim, Request(steps=40, trace=False), None)
-    outcome = sim.execute(plan, Nobody())
+    outcome = sim.execute(plan, NullObserver())
     assert outcome.reason.startswith("all steps made, except that worker-1 made ")
     assert outcome.meters["worker-2~2"].steps > 10
 
 
-class Twice(Blobs):
-    """Has a large parameter, so that the vector is more than a page."""
+class WithBallast(Blobs):
+    """Has a large parameter, so that the vector is longer than a page of memory."""
 
     def model(self) -> torch.nn.Module:
         model = super().model()
@@ -196,30 +180,30 @@ class Twice(Blobs):
 
 
 def test_processes_share_one_vector_and_nothing_is_left(tmp_path: Path) -> None:
-    result = train_quietly(Twice(), INLINE, Local(2), tmp_path / "run", steps=400)
+    result = train_quietly(WithBallast(), INLINE, Local(2), tmp_path / "run", steps=400)
     assert result.figures["steps"] == 400 and result.metrics["error"] < 0.1
     assert result.figures["bytes_sent"] == 0, "no weights and no gradients travel"
     assert result.figures["samples"] >= 2 * 400 * 16
     assert nothing_is_left() and not mapped(os.getpid(), "/memfd:tether-")
-    further = resume(tmp_path / "run", Twice(), workers=3, steps=500, progress=make_progress(quiet=True))
+    further = resume(tmp_path / "run", WithBallast(), workers=3, steps=500, progress=make_progress(quiet=True))
     assert further.figures["steps"] == 500 and further.metrics["error"] < 0.1
 
 
-def test_a_killed_learner_costs_its_share_and_its_steps_are_kept(tmp_path: Path) -> None:
+def test_a_killed_worker_costs_its_share_and_its_steps_are_kept(tmp_path: Path) -> None:
     assassin = Assassin(["worker-1"], steps=50)
     result = run(Blobs(), INLINE, Local(2), steps=4000, run_dir=tmp_path / "run", progress=assassin)
     assert result.figures["steps"] == 4000 and result.metrics["error"] < 0.1
     assert any("worker-1 was killed" in text for _, text in assassin.notes)
 
 
-def test_auto_goes_by_the_processors_that_are_left_and_says_so(tmp_path: Path) -> None:
+def test_auto_chooses_by_the_processors_that_are_left_and_says_so(tmp_path: Path) -> None:
     auto = Server(sync="async", apply="auto")
-    assert auto.settled(2, 2) == replace(auto, apply="inline")
-    assert auto.settled(2, 3) == replace(auto, apply="server", consistent=False)
-    assert replace(auto, consistent=True).settled(2, 2) == Server(sync="async", consistent=True)
-    assert auto.settled(2, None) == replace(auto, apply="server")
-    assert replace(auto, compress="int8").settled(2, 2) == replace(auto, apply="server", compress="int8")
-    assert INLINE.settled(1, 64) == INLINE
+    assert auto.resolved_for(2, 2) == replace(auto, apply="inline")
+    assert auto.resolved_for(2, 3) == replace(auto, apply="server", consistent=False)
+    assert replace(auto, consistent=True).resolved_for(2, 2) == Server(sync="async", consistent=True)
+    assert auto.resolved_for(2, None) == replace(auto, apply="server")
+    assert replace(auto, compress="int8").resolved_for(2, 2) == replace(auto, apply="server", compress="int8")
+    assert INLINE.resolved_for(1, 64) == INLINE
     train_quietly(Blobs(), auto, Sim(workers=2), tmp_path / "run", steps=5)
     assert "chosen: Server(sync='async')" in (tmp_path / "run" / "metrics.jsonl").read_text()
 
@@ -232,7 +216,7 @@ def test_auto_goes_by_the_processors_that_are_left_and_says_so(tmp_path: Path) -
         ({"overlap": True}, "needs overlap=False"),
         ({"push_every": 2}, "needs push_every=1"),
         ({"compress": "int8"}, "nothing is sent that compress='int8'"),
-        ({"rate": "gradient"}, "rate='gradient' goes by what the hub knows"),
+        ({"rate": "gradient"}, "rate='gradient' needs what the hub knows"),
         ({"consistent": True}, "read what others write: use apply='server'"),
         ({"apply": "there"}, "apply"),
     ],

@@ -1,4 +1,4 @@
-"""Who may import whom (section 3 of the design), what is public, and that importing does nothing else."""
+"""Which part may import which (see ARCHITECTURE.md), what is public, and that importing does nothing else."""
 
 from __future__ import annotations
 
@@ -20,42 +20,34 @@ MODULES = {
     for file in sorted(SOURCE.rglob("*.py"))
 }
 
-CONTRACT = {
-    "units",
-    "settings",
-    "machine",
-    "vector",
-    "rows",
-    "twin",
-    "task",
-    "store",
-    "wire",
-    "compress",
-    "trace",
-    "record",
-}
-#: what each part may import besides itself; the parts that are not named here are front ends
+BELOW_RUN = {"errors", "task", "core"}
+BELOW_API = {*BELOW_RUN, "protocols", "learner", "runtimes", "tasks", "execution"}
+#: every part of the package, from the bottom up, and the parts that it may import besides itself
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
-    **{name: {"errors", *CONTRACT} for name in CONTRACT},
-    "protocols": {"errors", *CONTRACT},
-    "learner": {"errors", *CONTRACT},
-    "runtimes": {"errors", *CONTRACT},
-    "tasks": {"errors", "settings", "task", "vector"},
-    "checkpoint": {"errors", *CONTRACT},
-    "metrics": {"errors", *CONTRACT, "checkpoint"},
-    "rundir": {"errors", *CONTRACT, "checkpoint", "metrics"},
-    "progress": {"errors", *CONTRACT},
-    "interruption": set(),
-    "plan": {"errors", *CONTRACT, "protocols", "learner", "runtimes", "checkpoint", "rundir"},
-    "director": {
-        *("errors", *CONTRACT, "learner", "runtimes"),
-        *("checkpoint", "metrics", "rundir", "plan", "progress", "interruption"),
-    },
-    "run": {
-        *("errors", *CONTRACT, "protocols", "runtimes", "tasks"),
-        *("checkpoint", "rundir", "plan", "director", "progress", "interruption"),
-    },
+    "task": {"errors"},
+    "core": {"errors"},
+    "protocols": {"errors", "core"},
+    "learner": BELOW_RUN,
+    "runtimes": {"errors", "core"},
+    "tasks": {*BELOW_RUN, "learner"},
+    "execution": {*BELOW_RUN, "protocols", "learner", "runtimes"},
+    "api": BELOW_API,
+    "spark": {*BELOW_API, "api"},
+    "analysis": {*BELOW_RUN, "protocols", "execution"},
+    "sweeps": {*BELOW_API, "analysis"},
+    "testing": {*BELOW_API, "api"},
+    "bench": {*BELOW_API, "api", "spark", "analysis", "sweeps", "testing"},
+    "cli": {*BELOW_API, "api", "spark", "analysis", "sweeps", "testing", "bench"},
+    "tether": {*BELOW_API, "api", "spark"},
+    "__main__": {"cli"},
+}
+#: inside a part: the first may not import the second
+APART = {
+    "tether.runtimes.base": "tether.runtimes.interpreter",
+    "tether.runtimes.process.node": "tether.runtimes.process.driver",
+    "tether.runtimes.spark.agent": "tether.runtimes.process.driver",
+    "tether.runtimes.interpreter": "tether.runtimes.spark",
 }
 #: a protocol has neither clock nor chance, and neither input nor output
 IMPURE = {
@@ -125,41 +117,35 @@ def parts_imported(module: str) -> set[str]:
     return {part(name) for name in dotted if part(name) in PARTS} - {part(module)}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if part(name) in LAYERS])
+def test_every_part_of_the_package_is_in_a_layer_and_every_layer_is_there() -> None:
+    assert set(LAYERS) == PARTS
+
+
+@pytest.mark.parametrize("module", MODULES)
 def test_a_module_imports_only_what_lies_below_it(module: str) -> None:
     assert parts_imported(module) <= LAYERS[part(module)]
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if part(name) in LAYERS])
+@pytest.mark.parametrize(("one", "other"), APART.items())
+def test_an_interface_does_not_import_its_implementation_nor_a_node_the_callers_side(one: str, other: str) -> None:
+    assert not any(name == other or name.startswith(f"{other}.") for name in imports(one))
+
+
+def test_no_import_leads_back_to_where_it_began() -> None:
+    """Not even inside functions. `from tether import tasks` names the package only to find what is in it."""
+    graph = {module: imports(module) & MODULES.keys() - {module, "tether"} for module in MODULES}
+    while leaves := {module for module, found in graph.items() if not found & graph.keys()}:
+        graph = {module: found for module, found in graph.items() if module not in leaves}
+    assert not graph, f"among these there is a cycle: {sorted(graph)}"
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if part(name) in BELOW_API])
 def test_nothing_below_the_front_ends_imports_the_whole_package(module: str) -> None:
     """`import tether` would bring in everything, and the public names are for users."""
     tree = ast.parse(MODULES[module].read_text())
     named = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     public = {f"tether.{name}" for name in tether.__all__ if name not in PARTS}
     assert "tether" not in named and not imports(module) & public
-
-
-def test_the_layers_name_only_what_is_there() -> None:
-    assert set(LAYERS) <= PARTS
-    front_ends = {
-        "cli",
-        "report",
-        "speedup",
-        "bench",
-        "swarm",
-        "testing",
-        "study",
-        "tradeoff",
-        "tune",
-        "cells",
-        "comparison",
-        "spark",
-    }
-    assert front_ends <= PARTS - set(LAYERS), "front ends are in no layer"
-
-
-def test_only_the_package_itself_brings_the_layers_together() -> None:
-    assert parts_imported("tether") <= set(LAYERS)
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if part(name) == "protocols"])
@@ -175,18 +161,18 @@ def test_a_protocol_has_no_clock_no_chance_and_no_input_or_output(module: str) -
 NEEDY = {name for name in MODULES if {top(found) for found in imports(name, late=False)} & OPTIONAL}
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name not in NEEDY])
+@pytest.mark.parametrize("module", [name for name in MODULES if name not in {*NEEDY, "tether.spark"}])
 def test_optional_packages_are_imported_only_in_the_part_that_needs_them(module: str) -> None:
     """Directly or through a module that does: only inside a function, which can say what to install."""
     assert not imports(module, late=False) & NEEDY
 
 
 def test_only_front_ends_need_an_optional_package_to_be_imported() -> None:
-    assert not {part(module) for module in NEEDY} & set(LAYERS)
+    assert not {part(module) for module in NEEDY} & BELOW_API
 
 
 def test_the_checks_above_see_what_they_should() -> None:
-    assert "tether.protocols" in imports("tether.run") and "protocols" in parts_imported("tether.run")
+    assert "tether.protocols" in imports("tether.api") and "protocols" in parts_imported("tether.api")
     assert any(name.startswith("sklearn") for name in imports("tether.tasks.digits"))
     tree = ast.parse("try:\n import a\nexcept ImportError:\n pass\nif x:\n import b\ndef f():\n import c\n")
     assert [node.names[0].name for node in at_import(tree) if isinstance(node, ast.Import)] == ["a", "b"]
@@ -199,8 +185,8 @@ def test_all_names_exactly_what_the_package_exposes() -> None:
     """A submodule is there because something imported it, which does not make it part of the surface."""
     exposed = {
         name
-        for name, value in vars(tether).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType) and name != "annotations"
+        for name in dir(tether)
+        if not name.startswith("_") and not isinstance(getattr(tether, name), ModuleType) and name != "annotations"
     }
     assert set(tether.__all__) == exposed
     assert list(tether.__all__) == sorted(tether.__all__)
@@ -213,6 +199,8 @@ before = random.getstate(), numpy.random.get_state()[1].tolist(), torch.random.g
 settings = torch.get_num_threads(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
 threads, environment, path = threading.active_count(), dict(os.environ), list(sys.path)
 import tether
+for name in tether.__all__:  # each is imported when it is first used
+    getattr(tether, name)
 after = random.getstate(), numpy.random.get_state()[1].tolist(), torch.random.get_rng_state().tolist()
 found = {
     "randomness": before == after,

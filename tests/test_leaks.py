@@ -1,4 +1,4 @@
-"""A process may make any number of runs: what it holds after many is what it held after the first."""
+"""A process may execute any number of runs: after many it holds no more than after the first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from tether import Averaging, Elastic, Local, Server
 from tether.protocols import Options
-from tether.testing import Blobs, train_quietly
+from tether.testing.conformance import Blobs, train_quietly
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks at this process in /proc"),
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 class Large(Blobs):
-    """Of 1.3 MB, so that its tensors are lent, and a leak of them is seen soon."""
+    """A model of 1.3 MB: its tensors are lent in shared memory, and a leak of them shows soon."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(2, 64_000), nn.ReLU(), nn.Linear(64_000, 2))
@@ -31,19 +31,19 @@ class Large(Blobs):
 
 
 def descriptors() -> list[str]:
-    """What this process has open, each by what it is, but for what only waits to be collected, as of earlier tests."""
+    """The kinds of files that this process has open, without those that only wait for garbage collection."""
     gc.collect()
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
             found.append(os.readlink(entry).partition(":")[0])
         except FileNotFoundError:
-            continue  # that of the listing itself
+            continue  # the descriptor of the listing itself
     return sorted(found)
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Of this process: mapped, and resident."""
+    """The mapped and the resident memory of this process."""
     gc.collect()
     pages = Path("/proc/self/statm").read_text().split()
     return int(pages[0]) * os.sysconf("SC_PAGESIZE"), int(pages[1]) * os.sysconf("SC_PAGESIZE")
@@ -65,5 +65,5 @@ def test_runs_in_one_process_leave_no_descriptor_no_thread_and_no_memory(
         train_quietly(Large(), options, Local(1), tmp_path / str(number), **goal)
     assert not Counter(descriptors()) - Counter(opened) and threading.active_count() <= threads
     mapped_now, resident_now = memory_bytes()
-    # one more of the allocator's arenas is no leak
+    # one more arena of the allocator is not a leak
     assert mapped_now - mapped < 160e6 and resident_now - resident < 80e6

@@ -12,19 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
-from tether.checkpoint import Restored
-from tether.machine import Checkpoint
-from tether.plan import Request, RunPlan
+from tether.core.effects import Checkpoint
+from tether.execution.checkpoint import Restored
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
 from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
-from tether.runtimes.base import NodeStates, Outcome
-from tether.swarm import Census, Nobody, draw, judge
+from tether.runtimes.base import NodeStates, NullObserver, Outcome
 from tether.task import SyntheticTask
+from tether.testing.swarm import BatchRecordingPlan, draw, judge
 
 SAMPLES = 240
 
 
-class Keeper(Nobody):
+class Keeper(NullObserver):
     """Keeps the checkpoints, and ends the run after so many of them."""
 
     def __init__(self, last: int | None = None) -> None:
@@ -39,15 +40,17 @@ def counted(kept: Restored) -> set[int]:
     return {batch for start, stop in kept.state["counted"] for batch in range(start, stop)}
 
 
-def train(options: Options, sim: Sim, restored: Restored | None = None, **goal: Any) -> tuple[Census, Keeper, Outcome]:
+def train(
+    options: Options, sim: Sim, restored: Restored | None = None, **goal: Any
+) -> tuple[BatchRecordingPlan, Keeper, Outcome]:
     task = SyntheticTask(parameters=6, samples=SAMPLES)
     request = Request(seed=3, trace=False, **{"epochs": 2, "checkpoint_seconds": 1e9, **goal})
-    plan = Census(**vars(RunPlan.make(task, options, sim, request, restored)))
+    plan = BatchRecordingPlan(**vars(RunPlan.make(task, options, sim, request, restored)))
     keeper = Keeper()
     return plan, keeper, sim.execute(plan, keeper)
 
 
-def check(plan: Census, keeper: Keeper, outcome: Outcome, before: set[int]) -> None:
+def check(plan: BatchRecordingPlan, keeper: Keeper, outcome: Outcome, before: set[int]) -> None:
     """All mini-batches of the goal count; none was made by two that live, nor again if it counted before."""
     goal = plan.schedule.goal
     assert goal is not None

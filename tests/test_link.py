@@ -14,11 +14,14 @@ import zmq
 from torch import Tensor, nn
 
 from tether import Averaging, Local, RunError, Single
-from tether.plan import Request, RunPlan
-from tether.runtimes import control, link, process
-from tether.runtimes.driver import DRIVER
-from tether.runtimes.link import Inbox, Outbox
-from tether.testing import Blobs
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.runtimes.process import control, link
+from tether.runtimes.process import node as process
+from tether.runtimes.process.control import DRIVER
+from tether.runtimes.process.link import Inbox, Outbox
+from tether.runtimes.process.spec import NodeSpec
+from tether.testing.conformance import Blobs
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def test_a_queue_that_nobody_takes_from_is_an_error_when_it_is_full(
     outbox = Outbox(context, directory, "worker-0")
     for number in range(10):
         outbox.send("hub", control.Note(str(number)))
-    with pytest.raises(RunError, match="10 messages of worker-0 wait for hub, which does not take them"):
+    with pytest.raises(RunError, match="10 messages of worker-0 wait for hub, which does not receive them"):
         outbox.send("hub", control.Note("one more"))
     inbox = Inbox(context, directory, "hub", control.FROM_NODE)
     received = [inbox.receive() for _ in range(10)]
@@ -55,7 +58,7 @@ def test_a_queue_that_nobody_takes_from_is_an_error_when_it_is_full(
 def make_node(directory: Path, context: zmq.Context[Any]) -> process.NodeProcess:
     plan = RunPlan.make(Blobs(), Averaging(tau=2), Local(2), Request(steps=10), None)
     node = next(node for node in plan.nodes if node.name == "worker-0")
-    return process.NodeProcess(process.Birth(plan, directory, threads=1), node, context)
+    return process.NodeProcess(NodeSpec(plan, directory, threads=1), node, context)
 
 
 def test_what_comes_before_a_node_has_begun_is_kept_up_to_a_bound(
@@ -64,9 +67,9 @@ def test_what_comes_before_a_node_has_begun_is_kept_up_to_a_bound(
     monkeypatch.setattr(process, "EARLY_PER_NODE_MAX", 2)
     node = make_node(directory, context)
     for _ in range(6):
-        node.receive("hub", control.Note("a message"))
-    with pytest.raises(RunError, match="worker-0 was sent 7 messages before it was told to begin"):
-        node.receive("hub", control.Note("a message"))
+        node.handle("hub", control.Note("a message"))
+    with pytest.raises(RunError, match="worker-0 received 7 messages before the driver let it begin"):
+        node.handle("hub", control.Note("a message"))
     node.close()
 
 
@@ -84,7 +87,7 @@ class Watched(zmq.Context[Any]):
 
     def destroy(self, linger: int | None = None) -> None:
         names = [thread.name for thread in threading.enumerate()]
-        type(self).threads = [name for name in names if name in ("link", "pulse") or name.startswith("beside")]
+        type(self).threads = [name for name in names if name in ("link", "pulse") or name.startswith("pool")]
         super().destroy(linger)
 
 
@@ -95,8 +98,8 @@ def test_when_a_node_is_over_its_threads_have_ended_before_its_context_does(
     Watched.threads = ["not destroyed"]
     driver, outbox = Inbox(context, directory, DRIVER, control.FROM_NODE), Outbox(context, directory, DRIVER)
     plan = RunPlan.make(Failing(), Single(), Local(1), Request(steps=10), None)
-    (node,), birth = plan.nodes, process.Birth(plan, directory, threads=1)
-    living = threading.Thread(target=process.live, args=(birth, node, Watched(), lambda made: None), daemon=True)
+    (node,), spec = plan.nodes, NodeSpec(plan, directory, threads=1)
+    living = threading.Thread(target=process.run_node, args=(spec, node, Watched(), lambda made: None), daemon=True)
     living.start()
     while not isinstance(driver.receive()[1], control.Hello):
         pass

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import os
+import selectors
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tether import Averaging, Local, Mpca, RunError, Server, Spark, start
+from tether.api import Result
+from tether.core.trace import Meter
 from tether.errors import NodesLost
-from tether.progress import make_progress
+from tether.execution.progress import make_progress
 from tether.protocols import Options
-from tether.run import Result
-from tether.runtimes import driver, local
-from tether.testing import Assassin, Blobs, descendants
-from tether.trace import Meter
+from tether.runtimes.process import liveness, local_launcher
+from tether.runtimes.process.forkserver import _EXITED, _REPORT, _STATUS, ForkServer
+from tether.testing.conformance import Assassin, Blobs, descendants
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc"),
@@ -188,7 +191,7 @@ def test_a_run_goes_on_without_its_fork_server_and_notices_deaths_all_the_same(
     result = trained(Blobs(), Averaging(tau=5), Local(3), tmp_path / "run", fell, steps=2000)
     assert result.figures["steps"] == 2000 and result.metrics["error"] < 0.1
     died = [text for _, text in fell.notes if "died" in text]
-    assert died == [f"{name} has died, and the fork server has not told how; the others go on" for name in victims]
+    assert died == [f"{name} died, and the fork server did not report how; the others go on" for name in victims]
     assert nothing_is_left()
     wait_for(lambda: are_gone(fell.signalled), seconds=5.0)
 
@@ -204,7 +207,7 @@ def test_a_fork_server_that_never_responds_is_replaced_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped before it can do anything, each time."""
-    monkeypatch.setattr(local, "START_SECONDS", 1.0)
+    monkeypatch.setattr(local_launcher, "START_SECONDS", 1.0)
     over = threading.Event()
 
     def stop_children() -> None:
@@ -222,13 +225,13 @@ def test_a_fork_server_that_never_responds_is_replaced_and_then_given_up(
     finally:
         over.set()
         stopper.join()
-    assert len([text for _, text in watcher.notes if "going on" in text]) == 1 and nothing_is_left()
+    assert len([text for _, text in watcher.notes if "resuming from" in text]) == 1 and nothing_is_left()
 
 
 def test_a_node_that_does_not_come_up_is_not_waited_for_because_others_are_awake(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "START_SECONDS", 3.0)
+    monkeypatch.setattr(liveness, "START_SECONDS", 3.0)
 
     class NeverBuilt(Blobs):
         def model(self) -> nn.Module:
@@ -236,15 +239,15 @@ def test_a_node_that_does_not_come_up_is_not_waited_for_because_others_are_awake
                 threading.Event().wait()
             return super().model()
 
-    with pytest.raises(RunError, match=r"worker-1 did not come up within 3 s"):
+    with pytest.raises(RunError, match=r"worker-1 did not become ready within 3 s"):
         trained(NeverBuilt(), Averaging(tau=5), Local(2), tmp_path / "run", Assassin([], 0), steps=10)
     assert nothing_is_left()
 
 
 PROGRAM = """
 import tether
-from tether.progress import make_progress
-from tether.testing import Blobs
+from tether.execution.progress import make_progress
+from tether.testing.conformance import Blobs
 on = tether.Local(2, hung_seconds=2.0)
 tether.run(Blobs(), tether.Averaging(tau=5), on, steps=10**9, run_dir="run", progress=make_progress(quiet=True))
 """
@@ -366,3 +369,18 @@ def test_on_spark_a_worker_whose_step_never_ends_is_given_up_and_the_others_go_o
     notes = [text for _, text in watcher.notes]
     assert any("has been at one gradient for" in text for text in notes), notes
     assert any("is given up; the others go on" in text for text in notes), notes
+
+
+def test_an_exit_whose_report_and_closed_lifeline_arrive_together_is_one_exit() -> None:
+    """Both are readable in one look; reading the report first closes the lifeline that the look still lists."""
+    server = ForkServer.__new__(ForkServer)
+    reports, server._socket = socket.socketpair()
+    lifeline, process = socket.socketpair()
+    server._exits, server._lifelines, server._status_pending = [], {7: lifeline}, {}
+    with closing(selectors.DefaultSelector()) as server._selector, reports, server._socket:
+        server._selector.register(server._socket, selectors.EVENT_READ)
+        server._selector.register(lifeline, selectors.EVENT_READ, 7)
+        reports.sendall(_REPORT.pack(_EXITED, 7) + _STATUS.pack(0))
+        process.close()
+        server._poll(0.0)
+        assert server._exits == [(7, 0)] and not server._lifelines and not server._status_pending

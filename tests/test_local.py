@@ -34,15 +34,15 @@ from tether import (
     resume,
     run,
 )
+from tether.core.message import Message
+from tether.core.trace import Meter
+from tether.core.vector import Vector, digest
 from tether.errors import NodesLost
-from tether.machine import Message
-from tether.progress import Progress, make_progress
+from tether.execution.progress import Progress, make_progress
 from tether.protocols import Options
-from tether.runtimes import control
-from tether.runtimes.link import Outbox
-from tether.testing import Assassin, Blobs, at_this_load, descendants, largest_difference, train_quietly
-from tether.trace import Meter
-from tether.vector import Vector, digest
+from tether.runtimes.process import control
+from tether.runtimes.process.link import Outbox
+from tether.testing.conformance import Assassin, Blobs, at_this_load, descendants, largest_difference, train_quietly
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes in /proc"),
@@ -169,7 +169,7 @@ def test_a_run_that_has_lost_its_hub_or_all_its_workers_goes_on_by_itself(
     goal = {"steps": 8000, "checkpoint_seconds": 0.05 if "hub" in victims else 1e6, "evaluate_every": 1e9}
     result = run(Blobs(), options, Local(2), run_dir=tmp_path / "run", progress=assassin, **goal)  # type: ignore[arg-type]
     assert result.figures["steps"] == 8000 and result.metrics["error"] < 0.1
-    (told,) = [text for _, text in assassin.notes if "going on from the last backup" in text]
+    (told,) = [text for _, text in assassin.notes if "resuming from" in text]
     assert int(told.rpartition(" ")[2]) > 100, "and not from the beginning"
     assert nothing_is_left()
 
@@ -183,7 +183,7 @@ def test_a_run_goes_on_by_itself_only_so_often(tmp_path: Path) -> None:
     relentless = Relentless([], steps=20)
     with pytest.raises(NodesLost, match="hub"):
         run(Blobs(), Server(), Local(2, restarts=1), steps=10**6, run_dir=tmp_path / "run", progress=relentless)
-    assert len([text for _, text in relentless.notes if "going on" in text]) == 1 and nothing_is_left()
+    assert len([text for _, text in relentless.notes if "resuming from" in text]) == 1 and nothing_is_left()
 
 
 def test_a_process_that_stands_still_is_ended_and_the_others_go_on(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_in_mpca_the_others_go_on_while_a_process_stands_still(tmp_path: Path) -
 def tether_train(directory: Path, arguments: list[str], temporary: str | None = None) -> subprocess.Popen[bytes]:
     """A run on the command line that would take long, once it is under way; `temporary` is for its temporary files."""
     file = directory / "task.py"
-    file.write_text("from tether.testing import Blobs\nclass Small(Blobs): ...\n")
+    file.write_text("from tether.testing.conformance import Blobs\nclass Small(Blobs): ...\n")
     command = [sys.executable, "-m", "tether", "train", f"{file}:Small", "--epochs", "1e6", "--run", "run", *arguments]
     environment = {**os.environ, **({"TMPDIR": temporary} if temporary else {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
@@ -384,9 +384,9 @@ def test_a_second_ctrl_c_ends_a_run_at_once_without_a_result(tmp_path: Path) -> 
 
 
 class Hasty(Progress):
-    """Interrupts its own program before anything is learned."""
+    """Interrupts its own program while processes start."""
 
-    def note(self, text: str) -> None:
+    def starting(self, processes: int) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
@@ -447,7 +447,7 @@ SESSION = """
 import tether, torch, os, signal, threading, time
 from torch import nn
 from torch.utils.data import TensorDataset
-from tether.progress import make_progress
+from tether.execution.progress import make_progress
 
 class Here(tether.Task):
     def model(self): return nn.Linear(2, 2)

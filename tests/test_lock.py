@@ -1,4 +1,4 @@
-"""One run directory has one run at a time, and whoever dies leaves it free."""
+"""A run directory has one run at a time, and a process that dies leaves it free."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from tether import Local, Sim, Single, UsageError, resume, run
 from tether.errors import TetherError
-from tether.progress import Progress, make_progress
-from tether.rundir import RunDirectory
-from tether.testing import Blobs, descendants, train_quietly
+from tether.execution.directory import RunDirectory
+from tether.execution.progress import Progress, make_progress
+from tether.testing.conformance import Blobs, descendants, train_quietly
 
 QUIET = make_progress(quiet=True)
 
@@ -29,7 +29,7 @@ def finished(tmp_path: Path) -> Path:
 
 
 class Held(Blobs):
-    """A task whose evaluation waits until it may go on."""
+    """A task whose evaluation waits for permission to end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +62,9 @@ OTHER = """
 import sys
 from torch import nn
 from tether import Local, Single, resume, run
-from tether.progress import Progress, make_progress
-from tether.rundir import RunDirectory
-from tether.testing import Blobs
+from tether.execution.progress import Progress, make_progress
+from tether.execution.directory import RunDirectory
+from tether.testing.conformance import Blobs
 
 class Told(Progress):
     def meter(self, meter, time):
@@ -84,18 +84,18 @@ def other_process(what: str, path: Path) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_run_of_another_process_is_named_and_its_death_frees_the_directory_at_once(finished: Path) -> None:
+def test_the_error_names_the_process_that_holds_the_directory_and_its_death_frees_it_at_once(finished: Path) -> None:
     config = RunDirectory.open(finished).read_config()
     RunDirectory.open(finished).write_config({**config, "runtime": Local(1).describe()})
     process = other_process("resume", finished)
     nodes = descendants(process.pid)
-    assert nodes, "it has a fork server and a node, which the lock must not outlive the driver in"
+    assert nodes, "it has a fork server and a node, and neither may keep the lock when the driver dies"
     try:
         os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(UsageError, match=rf"is in use by process {process.pid} on "):
             resume(finished, Blobs(), steps=30, progress=QUIET)
         for pid in nodes.values():
-            os.kill(pid, signal.SIGSTOP)  # they live on, for now
+            os.kill(pid, signal.SIGSTOP)  # so that they outlive the driver
         process.kill()
         process.wait()
         with pytest.raises(TetherError) as error:
@@ -108,8 +108,8 @@ def test_a_run_of_another_process_is_named_and_its_death_frees_the_directory_at_
         process.communicate()
 
 
-def test_a_stale_process_id_refuses_nobody(finished: Path) -> None:
-    """A run that was killed says in run.json that it is running, as a process whose number another may have now."""
+def test_a_stale_process_id_prevents_no_resume(finished: Path) -> None:
+    """The run.json of a killed run says that it is running, with a process id that another process may have now."""
     config = RunDirectory.open(finished).read_config()
     RunDirectory.open(finished).write_config({**config, "status": "running", "pid": os.getppid()})
     assert resume(finished, Blobs(), steps=20, progress=QUIET).figures["steps"] == 20
@@ -131,7 +131,7 @@ def test_a_new_run_is_not_started_where_one_is_running(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_of_the_driver_does_not_keep_the_directory(finished: Path) -> None:
-    """As those of a DataLoader, which live on for a while when the driver is killed."""
+    """Such as a DataLoader's processes, which outlive a killed driver for a while."""
     reading, writing = os.pipe()
 
     class Forking(Progress):

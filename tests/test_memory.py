@@ -23,13 +23,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 from torch import Tensor
 
+from tether.core.message import Message
+from tether.core.vector import raw_bytes
+from tether.core.wire import Codec
 from tether.errors import WireError
-from tether.machine import Message
-from tether.runtimes.handshake import Keys
-from tether.runtimes.link import Inbox, Outbox, address
-from tether.runtimes.memory import LOANS_MAX, SHARED_BYTES_MIN, Loan, Memory, PeerMemory
-from tether.vector import raw_bytes
-from tether.wire import Codec
+from tether.runtimes.process.handshake import Keys
+from tether.runtimes.process.link import Inbox, Outbox, address
+from tether.runtimes.process.memory import LOANS_MAX, SHARED_BYTES_MIN, Loan, Memory, PeerMemory
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="regions are files that only Linux has"),
@@ -394,8 +394,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import torch
 from test_memory import COUNT, Values
-from tether.runtimes.link import Inbox, Outbox
-from tether.runtimes.memory import Memory
+from tether.runtimes.process.link import Inbox, Outbox
+from tether.runtimes.process.memory import Memory
 directory = Path(sys.argv[1])
 context = zmq.Context()
 inbox = Inbox(context, directory, "child", [Values])
@@ -458,11 +458,11 @@ def guarded() -> Iterator[tuple[zmq.Context[Any], Keys]]:
     """A context in which only who holds the keys can connect."""
     context: zmq.Context[Any] = zmq.Context()
     keys = Keys.make()
-    doorman = keys.guard(context)
+    authenticator = keys.start_authenticator(context)
     try:
         yield context, keys
     finally:
-        doorman.stop()
+        authenticator.stop()
         context.destroy(linger=0)
 
 

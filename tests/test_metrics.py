@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tether import Averaging, Local, Server, Sim
+from tether.core.trace import ROWS_AT_FIRST, ROWS_PER_SECOND
 from tether.task import SyntheticTask
-from tether.testing import train_quietly
-from tether.trace import ROWS_AT_FIRST, ROWS_PER_SECOND
+from tether.testing.conformance import train_quietly
 
 
 def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -45,9 +45,9 @@ def test_a_run_of_few_rows_keeps_them_all(tmp_path: Path) -> None:
     assert [row["clock"] for row in rows] == list(range(1, 201)) and not any("rows" in row for row in rows)
 
 
-def test_spans_that_were_dropped_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tether.trace.SPANS_MAX", 50)
+def test_a_note_counts_the_spans_that_were_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tether.core.trace.SPANS_MAX", 50)
     train_quietly(SyntheticTask(parameters=4), Averaging(tau=5), Sim(workers=2), tmp_path / "run", steps=100)
     kept = len(json.loads((tmp_path / "run" / "trace.json").read_text())["traceEvents"])
-    (told,) = (row["text"] for row in rows_of(tmp_path / "run", "note") if "trace.json" in row["text"])
-    assert kept < 200 and int(told.split()[0]) > 100
+    (note,) = (row["text"] for row in rows_of(tmp_path / "run", "note") if "trace.json" in row["text"])
+    assert kept < 200 and int(note.split()[0]) > 100

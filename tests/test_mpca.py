@@ -16,44 +16,56 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tether import Faults, Mpca, Sim, StepTime
-from tether.errors import UsageError
-from tether.machine import (
+from tether.api import resume
+from tether.core.effects import (
     Blend,
     Broadcast,
-    Broadcasted,
     Checkpoint,
     Compute,
     Effect,
+    Install,
+    Record,
+    Reduce,
+    Send,
+    SetTimer,
+    Step,
+)
+from tether.core.events import (
+    Broadcasted,
     Event,
     GradientReady,
-    Install,
-    Machine,
     PeerJoined,
     PeerLost,
     Received,
-    Record,
-    Reduce,
     Reduced,
-    Schedule,
-    Seat,
-    Send,
-    SetTimer,
-    Snapshot,
     Started,
-    Step,
     StopRequested,
     TimerFired,
 )
-from tether.plan import Request, RunPlan
-from tether.progress import make_progress
+from tether.core.machine import Machine, NodeContext, Schedule
+from tether.core.message import Tag
+from tether.core.snapshot import Snapshot
+from tether.errors import UsageError
+from tether.execution.directory import RunDirectory
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.execution.progress import make_progress
 from tether.protocols.ledger import DEALING, More
-from tether.protocols.mpca import PATIENCE, PULL, SHARDS_MAX, AreYouThere, Here, MpcaHub, MpcaWorker, Projected
-from tether.run import resume
-from tether.rundir import RunDirectory
-from tether.runtimes.base import Outcome
-from tether.swarm import Nobody
+from tether.protocols.mpca import (
+    PATIENCE,
+    PULL,
+    SHARDS_MAX,
+    AreYouThere,
+    Here,
+    MpcaHub,
+    MpcaWorker,
+    Projected,
+    tag_of,
+    timer_of,
+)
+from tether.runtimes.base import NullObserver, Outcome
 from tether.task import SyntheticTask
-from tether.testing import Blobs, train_quietly
+from tether.testing.conformance import Blobs, train_quietly
 
 FAR = 10**6
 #: so small that pulling by it changes nothing
@@ -68,11 +80,11 @@ def seat_of(
     workers: int = 2,
     restored: dict[str, Any] | None = None,
     **goal: Any,
-) -> Seat:
+) -> NodeContext:
     nodes = options.nodes(workers)
     place = next(candidate for candidate in nodes if candidate.name == node)
     schedule = Schedule(**{"steps": FAR, "evaluate_every": FAR, **goal})
-    return Seat(place, nodes, vector, len(vector) - buffers, schedule, restored)
+    return NodeContext(place, nodes, vector, len(vector) - buffers, schedule, restored)
 
 
 def members_of(workers: int) -> tuple[str, ...]:
@@ -96,18 +108,18 @@ class HubAlone:
     def __init__(self, options: Mpca, parameters: int = 7, buffers: int = 0, **more: Any) -> None:
         self.vector = numbers(1, parameters + buffers)
         self.machine = MpcaHub(seat_of(options, "hub", self.vector, buffers, **more), options)
-        self.cut = options.cut(self.machine.seat)
+        self.cut = options.cut(self.machine.context)
         self.cycles = list(self.machine.cycles)
         self.sent: dict[int, Projected] = {}
         self.installed: Install | None = None
         self.rows: list[dict[str, Any]] = []
         #: of each shard: the steps that each worker has told
         self.told: dict[int, list[int]] = {}
-        self.feed(Started(members_of(len(self.machine.seat.workers))))
+        self.feed(Started(members_of(len(self.machine.context.workers))))
 
     def feed(self, event: Event, now: float = 0.0) -> list[Effect]:
         if isinstance(event, Reduced):  # nobody makes more than it was dealt
-            ledger = self.machine.pace.ledger
+            ledger = self.machine.progress.ledger
             for name, steps in zip(event.contributors, event.steps, strict=True):
                 ledger.deal(name, max(0, steps - len(ledger.held[name])) or 1)
         effects = self.machine.handle(event, now)
@@ -130,7 +142,7 @@ class HubAlone:
         ).double()
         names = members_of(len(taus))[1:]
         total = (weights[:, None] * locals_).sum(0)
-        tag = f"shard {shard} {self.cycles[shard]}"
+        tag = tag_of(shard, self.cycles[shard])
         self.cycles[shard] += 1
         told = self.told.get(shard, [0] * len(taus))
         self.told[shard] = [before + tau for before, tau in zip(told, taus, strict=True)]
@@ -168,7 +180,9 @@ def test_the_joint_model_follows_equations_4_5_8_and_9(phases: Any, weighted: bo
 
 
 def test_a_row_tells_what_the_cycle_was_made_with() -> None:
-    options = Mpca(phases=1, alpha=0.1, alpha_start=0.4, free_steps=3, settle_steps=4, beta_cycles=4, gamma_cycles=2)
+    options = Mpca(
+        phases=1, alpha=0.1, alpha_start=0.4, free_steps=3, alpha_decay_steps=4, beta_cycles=4, gamma_cycles=2
+    )
     hub = HubAlone(options)
     for cycle in range(5):
         hub.reduce(0, numbers(cycle, 2, 7), (cycle + 1, 3), now=1.5 * cycle + 1)
@@ -204,7 +218,7 @@ def test_a_reduction_without_anybodys_steps_changes_nothing() -> None:
     hub.reduce(0, numbers(2, 2, 7), (1, 1))
     before, sent = hub.vector.clone(), hub.sent[0]
     hub.cycles[0] += 1
-    effects = hub.feed(Reduced("shard 0 1", None, 0.0, ()))
+    effects = hub.feed(Reduced(tag_of(0, 1), None, 0.0, ()))
     assert not of_kind(effects, Install) and not of_kind(effects, Record)
     effects = hub.reduce(0, numbers(3, 2, 7), (0, 0))
     assert not of_kind(effects, Install) and not of_kind(effects, Record)
@@ -214,14 +228,14 @@ def test_a_reduction_without_anybodys_steps_changes_nothing() -> None:
 
 def test_a_gradient_counts_once_every_shard_has_been_reduced_after_it() -> None:
     hub = HubAlone(Mpca(phases=3), parameters=6, buffers=1, batch_size=16)
-    pace = hub.machine.pace
+    progress = hub.machine.progress
     for shard, taus in ((0, (4, 6)), (1, (5, 5)), (3, (9, 9)), (0, (3, 3))):
         hub.reduce(shard, numbers(shard, 2, hub.cut[shard].stop - hub.cut[shard].start), taus)
-        assert pace.step == 0 and pace.samples == 0
+        assert progress.step == 0 and progress.samples == 0
     hub.reduce(2, numbers(2, 2, 2), (6, 7))
-    assert (pace.step, pace.samples) == (5, 10 * 16), "shard 1 has 10 of the gradients"
+    assert (progress.step, progress.samples) == (5, 10 * 16), "shard 1 has 10 of the gradients"
     hub.reduce(1, numbers(1, 2, 2), (9, 9))
-    assert (pace.step, pace.samples) == (6, 13 * 16), "shard 2 has 13"
+    assert (progress.step, progress.samples) == (6, 13 * 16), "shard 2 has 13"
 
 
 def test_shards_take_turns() -> None:
@@ -230,7 +244,7 @@ def test_shards_take_turns() -> None:
     for _ in range(12):
         turns.append(shard)
         (reduce,) = of_kind(hub.reduce(shard, numbers(1, 2, len(hub.vector[hub.cut[shard]])), (1, 1)), Reduce)
-        shard = int(reduce.tag.split()[1])
+        shard = reduce.tag.stream.shard
     assert turns == [0, 1, 2, 3] * 3
 
 
@@ -274,11 +288,11 @@ class WorkerAlone:
     ) -> None:
         self.vector = numbers(1, parameters + buffers)
         self.target = numbers(2, parameters + buffers)
-        seat = seat_of(options, "worker-0", self.vector, buffers)
+        context = seat_of(options, "worker-0", self.vector, buffers)
         if late:
-            seat = dataclasses.replace(seat, node=seat.node.successor())
-        self.machine = MpcaWorker(seat, options)
-        self.cut = options.cut(self.machine.seat)
+            context = dataclasses.replace(context, node=context.node.successor())
+        self.machine = MpcaWorker(context, options)
+        self.cut = options.cut(self.machine.context)
         self.contributions: list[tuple[str, float, int, Tensor]] = []
         self.now = 0.0
         #: what a step takes the usual worker
@@ -289,12 +303,12 @@ class WorkerAlone:
         for shard in range(len(self.cut)):
             self.effects = self.broadcast(shard, 0, alpha)
             if self.machine.running:
-                self.feed(TimerFired(f"shard {shard}"))
+                self.feed(TimerFired(timer_of(shard)))
 
     def broadcast(self, shard: int, cycle: int, alpha: float, values: Tensor | None = None) -> list[Effect]:
         values = self.target[self.cut[shard]].clone() if values is None else values
         projected = Projected(shard, cycle, alpha, self.step_seconds, values)
-        return self.feed(Broadcasted(f"shard {shard}", members_of(2), projected))
+        return self.feed(Broadcasted(tag_of(shard, 0).stream, members_of(2), projected))
 
     def feed(self, event: Event) -> list[Effect]:
         effects = self.machine.handle(event, self.now)
@@ -306,14 +320,14 @@ class WorkerAlone:
                 case Blend(values=values, rate=rate, start=start):
                     self.vector[start : start + len(values)].lerp_(values, rate)
                 case Step(gradient=gradient):
-                    own = torch.ones(self.machine.seat.parameter_count).double()
-                    self.vector[: self.machine.seat.parameter_count] -= own if gradient is None else gradient
+                    own = torch.ones(self.machine.context.parameter_count).double()
+                    self.vector[: self.machine.context.parameter_count] -= own if gradient is None else gradient
                 case Reduce(tag=tag, values=Snapshot(start=start, stop=stop), weight=weight, steps=steps):
                     self.contributions.append((tag, weight, steps, self.vector[start:stop].clone()))
         return effects
 
     def gradient(self, exchange_seconds: float = 0.0) -> list[Effect]:
-        gradient = torch.ones(self.machine.seat.parameter_count).double()
+        gradient = torch.ones(self.machine.context.parameter_count).double()
         effects = self.feed(GradientReady(gradient, 1.0, 16, 0.1, exchange_seconds))
         assert (gradient == 1.0).all(), "what an event brings is not the machine's to change"
         return effects
@@ -327,7 +341,7 @@ def test_the_workers_of_a_new_run_begin_at_once() -> None:
     effects = worker.handle(GradientReady(torch.ones(7), 1.0, 16, 0.1), 0.1)
     assert [type(effect) for effect in effects] == [Step, Compute], "nothing pulls where nothing was told yet"
     projected = Projected(0, 0, 0.25, 0.0, numbers(2, 2))
-    (contribution,) = worker.handle(Broadcasted("shard 0", members_of(2), projected), 0.15)
+    (contribution,) = worker.handle(Broadcasted(tag_of(0, 0).stream, members_of(2), projected), 0.15)
     assert isinstance(contribution, Reduce) and (contribution.weight, contribution.steps) == (1.0, 1)
     assert len(of_kind(worker.handle(GradientReady(torch.ones(7), 1.0, 16, 0.1), 0.2), Blend)) == 1
 
@@ -342,16 +356,18 @@ def test_who_comes_late_begins_with_the_joint_model_once_it_has_every_shard() ->
 
 def test_who_has_not_begun_yet_does_not_send_the_same_shard_round_without_end() -> None:
     options = Mpca(phases=3)
-    seat = seat_of(options, "worker-0", numbers(1, 9))
-    worker = MpcaWorker(dataclasses.replace(seat, node=seat.node.successor()), options)
+    context = seat_of(options, "worker-0", numbers(1, 9))
+    worker = MpcaWorker(dataclasses.replace(context, node=context.node.successor()), options)
     worker.handle(Started(members_of(2)), 0.0)
     first, again = (
-        worker.handle(Broadcasted("shard 2", members_of(2), Projected(2, cycle, 0.0, 0.1, numbers(2, 3))), 0.01)
+        worker.handle(
+            Broadcasted(tag_of(2, 0).stream, members_of(2), Projected(2, cycle, 0.0, 0.1, numbers(2, 3))), 0.01
+        )
         for cycle in (4, 5)
     )
     assert [type(effect) for effect in first] == [Reduce], "it holds nobody up"
-    assert again == [SetTimer("shard 2", pytest.approx(0.1))], "what it gives has not changed since"
-    assert [type(effect) for effect in worker.handle(TimerFired("shard 2"), 0.11)] == [Reduce]
+    assert again == [SetTimer(timer_of(2), pytest.approx(0.1))], "what it gives has not changed since"
+    assert [type(effect) for effect in worker.handle(TimerFired(timer_of(2)), 0.11)] == [Reduce]
 
 
 def test_a_worker_is_displaced_before_every_gradient() -> None:
@@ -407,9 +423,9 @@ def test_a_worker_weights_its_shard_by_the_steps_since_the_last_contribution(wei
     worker.broadcast(1, 1, 0.25)
     worker.broadcast(0, 2, 0.25)
     assert [(tag, weight, steps) for tag, weight, steps, _ in worker.contributions] == [
-        ("shard 0 1", 3.0 if weighted else 1.0, 3),
-        ("shard 1 1", 4.0 if weighted else 1.0, 4),
-        ("shard 0 2", 1.0, 4),
+        (tag_of(0, 1), 3.0 if weighted else 1.0, 3),
+        (tag_of(1, 1), 4.0 if weighted else 1.0, 4),
+        (tag_of(0, 2), 1.0, 4),
     ]
 
 
@@ -417,14 +433,14 @@ def test_who_has_made_no_step_contributes_after_the_next_before_it_is_displaced(
     worker = WorkerAlone(Mpca(phases=2), buffers=0)
     worker.contributions.clear()
     worker.now = 0.04
-    assert worker.broadcast(0, 1, 0.25) == [SetTimer("shard 0", pytest.approx(0.06))]
-    assert worker.broadcast(1, 1, 0.25) == [SetTimer("shard 1", pytest.approx(0.06))]
+    assert worker.broadcast(0, 1, 0.25) == [SetTimer(timer_of(0), pytest.approx(0.06))]
+    assert worker.broadcast(1, 1, 0.25) == [SetTimer(timer_of(1), pytest.approx(0.06))]
     stepped = worker.vector - 1.0
     effects = worker.gradient()
     assert [type(effect) for effect in effects] == [Step, Reduce, Reduce, Blend, Blend, Compute]
     assert [(tag, weight, steps) for tag, weight, steps, _ in worker.contributions] == [
-        ("shard 0 1", 1.0, 1),
-        ("shard 1 1", 1.0, 1),
+        (tag_of(0, 1), 1.0, 1),
+        (tag_of(1, 1), 1.0, 1),
     ]
     assert torch.equal(torch.cat([values for *_, values in worker.contributions]), stepped)
 
@@ -433,14 +449,14 @@ def test_who_is_slower_than_the_usual_contributes_nothing_instead_of_holding_the
     worker = WorkerAlone(Mpca(phases=1), buffers=0)
     worker.contributions.clear()
     worker.now = 0.04
-    assert worker.broadcast(0, 1, 0.25) == [SetTimer("shard 0", pytest.approx(0.06))]
+    assert worker.broadcast(0, 1, 0.25) == [SetTimer(timer_of(0), pytest.approx(0.06))]
     worker.now = 0.1
-    worker.feed(TimerFired("shard 0"))
-    assert [(tag, weight, steps) for tag, weight, steps, _ in worker.contributions] == [("shard 0 1", 0.0, 0)]
+    worker.feed(TimerFired(timer_of(0)))
+    assert [(tag, weight, steps) for tag, weight, steps, _ in worker.contributions] == [(tag_of(0, 1), 0.0, 0)]
     worker.now = 0.25  # its turn is over before the broadcast is there
     assert [type(effect) for effect in worker.broadcast(0, 2, 0.25)] == [Reduce]
     assert not of_kind(worker.gradient(), Reduce), "nothing is awaited"
-    assert not worker.feed(TimerFired("shard 0")), "a timer that comes late does nothing"
+    assert not worker.feed(TimerFired(timer_of(0))), "a timer that comes late does nothing"
 
 
 def test_as_long_as_nobody_has_made_a_step_all_wait_longer_each_time_but_never_for_long() -> None:
@@ -470,9 +486,9 @@ def test_who_has_nothing_left_to_train_on_contributes_its_last_steps_at_once() -
     assert not worker.contributions, "it has another mini-batch under way"
     worker.gradient()
     assert worker.machine.portion.idle
-    assert [(tag, weight) for tag, weight, *_ in worker.contributions] == [("shard 0 1", 3.0)]
+    assert [(tag, weight) for tag, weight, *_ in worker.contributions] == [(tag_of(0, 1), 3.0)]
     worker.broadcast(1, 1, 0.25)
-    assert [(tag, weight) for tag, weight, *_ in worker.contributions][1:] == [("shard 1 1", 3.0)]
+    assert [(tag, weight) for tag, weight, *_ in worker.contributions][1:] == [(tag_of(1, 1), 3.0)]
     assert [type(effect) for effect in worker.broadcast(1, 2, 0.25)] == [SetTimer], "nothing new: it waits for its turn"
 
 
@@ -486,18 +502,18 @@ def test_the_usual_worker_is_the_one_in_the_middle() -> None:
 def test_a_shard_that_is_overdue_closes_with_what_has_come_and_those_missing_are_asked() -> None:
     hub = HubAlone(Mpca(phases=1), workers=3)
     (timer,) = of_kind(hub.reduce(0, numbers(1, 3, 7), (1, 1, 1), now=0.1), SetTimer)
-    assert timer == SetTimer("shard 0", pytest.approx(PATIENCE * 0.1 + hub.sent[0].step_seconds))
-    assert hub.feed(TimerFired("shard 0"), 0.5) == [Reduce("shard 0 1", ("hub",))]
-    effects = hub.feed(Reduced("shard 0 1", 2 * numbers(2, 7), 2.0, ("worker-0", "worker-2"), (3, 2)), 0.5)
+    assert timer == SetTimer(timer_of(0), pytest.approx(PATIENCE * 0.1 + hub.sent[0].step_seconds))
+    assert hub.feed(TimerFired(timer_of(0)), 0.5) == [Reduce(tag_of(0, 1), ("hub",))]
+    effects = hub.feed(Reduced(tag_of(0, 1), 2 * numbers(2, 7), 2.0, ("worker-0", "worker-2"), (3, 2)), 0.5)
     assert of_kind(effects, Send) == [Send("worker-1", AreYouThere())]
     (without,) = of_kind(effects, Broadcast)
     assert without.members == ("hub", "worker-0", "worker-2")
     (timer,) = of_kind(effects, SetTimer)
     assert timer.seconds == pytest.approx(2 * PATIENCE * 0.1 + hub.sent[0].step_seconds), "it may have been wrong"
     assert hub.rows[-1]["taus"] == [2, 1]
-    assert not hub.feed(Reduced("shard 0 1", None, 0.0, ()), 0.6), "an answer that came twice"
+    assert not hub.feed(Reduced(tag_of(0, 1), None, 0.0, ()), 0.6), "an answer that came twice"
     assert not hub.feed(Received("worker-1", Here()), 0.7)
-    effects = hub.feed(Reduced("shard 0 2", 2 * numbers(3, 7), 2.0, ("worker-0", "worker-2"), (4, 3)), 0.7)
+    effects = hub.feed(Reduced(tag_of(0, 2), 2 * numbers(3, 7), 2.0, ("worker-0", "worker-2"), (4, 3)), 0.7)
     (together,) = of_kind(effects, Broadcast)
     assert together.members == members_of(3)
     (timer,) = of_kind(effects, SetTimer)
@@ -514,8 +530,8 @@ def test_who_answers_but_is_missing_again_is_left_out_longer_each_time() -> None
         tried += [cycle] if both else []
         now += 0.1
         if both:
-            hub.feed(TimerFired("shard 0"), now)
-        hub.feed(Reduced(f"shard 0 {cycle}", numbers(cycle, 7), 1.0, ("worker-0",), (steps,)), now)
+            hub.feed(TimerFired(timer_of(0)), now)
+        hub.feed(Reduced(tag_of(0, cycle), numbers(cycle, 7), 1.0, ("worker-0",), (steps,)), now)
         if both:
             hub.feed(Received("worker-1", Here()), now)
     gaps = [b - a for a, b in itertools.pairwise(tried)]
@@ -527,18 +543,18 @@ def test_if_nobody_answers_the_first_who_does_goes_on() -> None:
     for shard in (0, 1):
         hub.reduce(shard, numbers(1, 2, len(hub.vector[hub.cut[shard]])), (1, 1), now=0.1)
     for shard in (0, 1):
-        hub.feed(TimerFired(f"shard {shard}"), 0.5)
-        assert not of_kind(hub.feed(Reduced(f"shard {shard} 1", None, 0.0, ()), 0.5), Broadcast)
+        hub.feed(TimerFired(timer_of(shard)), 0.5)
+        assert not of_kind(hub.feed(Reduced(tag_of(shard, 1), None, 0.0, ()), 0.5), Broadcast)
     effects = hub.feed(Received("worker-1", Here()), 9.0)
     assert [broadcast.members for broadcast in of_kind(effects, Broadcast)] == [("hub", "worker-1")] * 2
 
 
 def test_a_contribution_that_came_too_late_is_told_with_the_next() -> None:
     hub = HubAlone(Mpca(phases=1), batch_size=16)
-    hub.feed(Reduced("shard 0 0", numbers(1, 7), 1.0, ("worker-0",), (4,)))
-    assert hub.machine.pace.samples == 4 * 16
-    hub.feed(Reduced("shard 0 1", 2 * numbers(1, 7), 2.0, ("worker-0", "worker-1"), (5, 6)))
-    assert hub.machine.pace.samples == 11 * 16 and hub.rows[-1]["taus"] == [1, 6]
+    hub.feed(Reduced(tag_of(0, 0), numbers(1, 7), 1.0, ("worker-0",), (4,)))
+    assert hub.machine.progress.samples == 4 * 16
+    hub.feed(Reduced(tag_of(0, 1), 2 * numbers(1, 7), 2.0, ("worker-0", "worker-1"), (5, 6)))
+    assert hub.machine.progress.samples == 11 * 16 and hub.rows[-1]["taus"] == [1, 6]
 
 
 def test_who_was_left_out_counts_no_more_than_the_others_when_it_is_back() -> None:
@@ -572,7 +588,7 @@ def test_exchanges_that_take_the_processor_may_take_a_share_of_it(phases: Any, s
 
 def test_alpha_is_nothing_then_high_then_decays_by_a_constant_factor() -> None:
     """Section 6.3."""
-    options = Mpca(alpha=0.05, alpha_start=0.5, free_steps=20, settle_steps=200)
+    options = Mpca(alpha=0.05, alpha_start=0.5, free_steps=20, alpha_decay_steps=200)
 
     def alphas(options: Mpca, steps: Any, run: int = FAR) -> list[float]:
         return [options.alpha_at(step, run, 7.0) for step in steps]
@@ -582,9 +598,9 @@ def test_alpha_is_nothing_then_high_then_decays_by_a_constant_factor() -> None:
     falling = alphas(options, range(20, 221))
     assert all(b / a == pytest.approx(0.1 ** (1 / 200)) for a, b in itertools.pairwise(falling))
     assert alphas(options, (220, 221, FAR)) == pytest.approx([0.05] * 3)
-    assert alphas(Mpca(alpha=0.05, free_steps=0, settle_steps=10), (0,)) == [0.5]
-    assert alphas(Mpca(alpha=0.05, free_steps=2, settle_steps=0), range(4)) == [0.0, 0.0, 0.05, 0.05]
-    assert alphas(Mpca(alpha=0.05, free_steps=0, settle_steps=0), (0,)) == [0.05]
+    assert alphas(Mpca(alpha=0.05, free_steps=0, alpha_decay_steps=10), (0,)) == [0.5]
+    assert alphas(Mpca(alpha=0.05, free_steps=2, alpha_decay_steps=0), range(4)) == [0.0, 0.0, 0.05, 0.05]
+    assert alphas(Mpca(alpha=0.05, free_steps=0, alpha_decay_steps=0), (0,)) == [0.05]
     assert alphas(Mpca(alpha=0.6, alpha_start=0.5, free_steps=1), (0, 1, 2, 300)) == [0.0, 0.6, 0.6, 0.6]
     assert alphas(Mpca(alpha=0.05), (19, 20, 220)) == pytest.approx([0.0, 0.5, 0.05]), "the paper's in a long run"
     assert alphas(Mpca(alpha=0.05), (4, 5, 25), run=100) == pytest.approx([0.0, 0.5, 0.05]), "shares of a short one"
@@ -632,7 +648,7 @@ def test_gamma_grows_from_nothing_by_as_much_per_cycle() -> None:
 
 
 def test_every_worker_is_told_the_alpha_of_the_step_that_the_hub_is_at() -> None:
-    options = Mpca(phases=1, alpha=0.1, alpha_start=0.4, free_steps=2, settle_steps=4)
+    options = Mpca(phases=1, alpha=0.1, alpha_start=0.4, free_steps=2, alpha_decay_steps=4)
     hub = HubAlone(options)
     told = [hub.sent[0].alpha]
     for cycle in range(5):
@@ -658,7 +674,7 @@ def test_every_worker_is_told_the_alpha_of_the_step_that_the_hub_is_at() -> None
         ({"gamma": float("nan")}, "gamma must be within 0 and 10"),
         ({"gamma": 11.0}, "gamma must be within 0 and 10"),
         ({"free_steps": -1}, "free_steps cannot be negative: -1"),
-        ({"settle_steps": -1}, "settle_steps cannot be negative: -1"),
+        ({"alpha_decay_steps": -1}, "alpha_decay_steps cannot be negative: -1"),
         ({"beta_cycles": -1}, "beta_cycles cannot be negative: -1"),
         ({"gamma_cycles": -1}, "gamma_cycles cannot be negative: -1"),
         ({"exchange_share": 0.0}, "exchange_share must be above 0 and at most 1, not 0.0"),
@@ -695,7 +711,7 @@ class World:
         self.options, self.parameters, self.size = options, parameters, parameters + buffers
         self.vectors: dict[str, Tensor] = {}
         self.machines: dict[str, Any] = {}
-        self.seats: dict[str, Seat] = {}
+        self.contexts: dict[str, NodeContext] = {}
         self.computing: set[str] = set()
         self.timers: set[tuple[str, str]] = set()
         self.inboxes: dict[tuple[str, str], deque[Broadcasted]] = {}
@@ -711,7 +727,7 @@ class World:
         self.names = list(members_of(workers))
         for name in self.names:
             self._add(name, options.nodes(workers)[self.names.index(name)])
-        self.cut = options.cut(self.seats["hub"])
+        self.cut = options.cut(self.contexts["hub"])
         for name in self.names:
             self.feed(name, Started(tuple(self.names)))
 
@@ -720,8 +736,8 @@ class World:
         self.vectors[name] = torch.randint(-64, 64, (self.size,), generator=noise).double() / 8 + 1 / 16
         schedule = Schedule(steps=FAR, evaluate_every=FAR)
         nodes = self.options.nodes(len(self.names) - 1)
-        self.seats[name] = Seat(node, nodes, self.vectors[name], self.parameters, schedule)
-        self.machines[name] = self.options.machine(self.seats[name])
+        self.contexts[name] = NodeContext(node, nodes, self.vectors[name], self.parameters, schedule)
+        self.machines[name] = self.options.machine(self.contexts[name])
         self.made[name] = 0
 
     @property
@@ -788,14 +804,13 @@ class World:
                 assert weight == (new if self.options.weighted else float(new > 0))
                 assert steps == self.made[name], f"{name} tells {steps} steps"
                 self.contributed[name, reduction.shard] = self.made[name]
-            case SetTimer(name=timer):
+            case SetTimer(timer=timer):
                 self.timers.add((name, timer))
             case Send(to=to, message=message) if isinstance(message, DEALING):
                 self.feed(to, Received(name, message))
 
-    def history_of(self, tag: str) -> tuple[int, int]:
-        _, shard, cycle = tag.split()
-        return int(shard), int(cycle)
+    def history_of(self, tag: Tag) -> tuple[int, int]:
+        return tag.stream.shard, tag.number
 
     def possible(self) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [("gradient", name) for name in sorted(self.computing)]
@@ -820,7 +835,7 @@ class World:
             case ("close", tag):
                 self.close(tag)
 
-    def close(self, tag: str) -> None:
+    def close(self, tag: Tag) -> None:
         reduction = self.open.pop(tag)
         self.history[reduction.shard].append(("closed", reduction.cycle))
         names = tuple(name for name in reduction.members if name in reduction.given)
@@ -896,7 +911,7 @@ def test_in_any_order_every_step_is_reduced_once_and_nobody_stands_still(
         assert history == expected[: len(history)]
     shards = range(len(world.cut))
     counted = sum(min(world.counted.get((name, shard), 0) for shard in shards) for name in world.workers)
-    assert world.hub.pace.step == counted // workers and world.hub.pace.samples == counted
+    assert world.hub.progress.step == counted // workers and world.hub.progress.samples == counted
 
 
 @settings(max_examples=60)
@@ -950,13 +965,13 @@ def test_whoever_dies_or_comes_cycles_go_on_and_who_comes_begins_with_the_joint_
             assert torch.equal(world.vectors[last], torch.cat(told))
     assert world.machines[last].running and world.made[last] > 0
     assert all(now > then + 1 for now, then in zip(world.hub.cycles, cycles, strict=True)), "a shard stands still"
-    assert world.hub.pace.step > 0
+    assert world.hub.progress.step > 0
 
 
 # ---- in the simulator -----------------------------------------------------------------------------------------------
 
 
-class Observed(Nobody):
+class Observed(NullObserver):
     """Keeps the rows of a run."""
 
     def __init__(self) -> None:
@@ -988,8 +1003,8 @@ class Watched(Mpca):
 
     logs: ClassVar[dict[str, list[tuple[float, Event, list[Effect]]]]] = {}
 
-    def machine(self, seat: Seat) -> Machine:
-        return _Overheard(super().machine(seat), self.logs.setdefault(seat.node.name, []))
+    def machine(self, context: NodeContext) -> Machine:
+        return _Overheard(super().machine(context), self.logs.setdefault(context.node.name, []))
 
 
 def simulate(
@@ -1148,7 +1163,7 @@ def test_taus_follow_the_speeds() -> None:
     assert sums[0] / sums[1] == pytest.approx(2.0, rel=0.05) and sums[0] / sums[2] == pytest.approx(4.0, rel=0.05)
     given = [effect for _, _, effects in Watched.logs["worker-0"] for effect in of_kind(effects, Reduce)]
     for shard in range(3):
-        own = [effect for effect in given if effect.tag.startswith(f"shard {shard} ")]
+        own = [effect for effect in given if effect.tag.stream.shard == shard]
         assert sum(effect.weight for effect in own) == own[-1].steps > 100
     simulate(Watched(weighted=False), sim, steps=400)
     alike = [effect.weight for _, _, effects in Watched.logs["worker-0"] for effect in of_kind(effects, Reduce)]

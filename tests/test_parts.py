@@ -1,4 +1,4 @@
-"""A server of several hubs: what each says and does, that all together are one hub, and what their deaths mean."""
+"""Several hubs: what each sends and does, that together they equal one hub, and what happens when one dies."""
 
 from __future__ import annotations
 
@@ -11,35 +11,21 @@ from torch import nn
 
 from test_protocols import of_kind
 from tether import Faults, Local, RunError, Server, Sim, Single, UsageError, resume, run
-from tether.machine import (
-    Checkpoint,
-    Compute,
-    Effect,
-    Event,
-    Finish,
-    GradientReady,
-    Install,
-    PeerLost,
-    Received,
-    ReplicaState,
-    Schedule,
-    Seat,
-    Send,
-    Started,
-    Step,
-    StopRequested,
-)
-from tether.plan import Request, RunPlan
-from tether.progress import make_progress
-from tether.protocols.parts import Give, Part, Round
-from tether.protocols.pushes import Mark, Pull, Push, Weights
-from tether.rundir import RunDirectory
-from tether.swarm import Nobody
+from tether.core.effects import Checkpoint, Compute, Effect, Finish, Install, Send, Step
+from tether.core.events import Event, GradientReady, PeerLost, Received, Started, StopRequested
+from tether.core.machine import NodeContext, Schedule
+from tether.core.message import ReplicaState
+from tether.execution.directory import RunDirectory
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.execution.progress import make_progress
+from tether.protocols.server.messages import GetPart, Mark, Part, Pull, Push, Round, Weights
+from tether.runtimes.base import NullObserver
 from tether.task import SyntheticTask
-from tether.testing import Assassin, Blobs, largest_difference, train_quietly
+from tether.testing.conformance import Assassin, Blobs, largest_difference, train_quietly
 
 HARD, ASYNC = Server(hubs=3, rate="none"), Server(sync="async", hubs=3, rate="none")
-#: of a vector of 7: parts of 2, 2 and 3, without buffers
+#: a vector of 7, without buffers, has parts of 2, 2 and 3
 LENGTH = 7
 
 
@@ -47,7 +33,7 @@ def machine(options: Server, name: str, workers: int = 2, steps: int = 100) -> A
     nodes = options.nodes(workers)
     place = next(node for node in nodes if node.name == name)
     schedule = Schedule(steps=steps, evaluate_every=10)
-    built = options.machine(Seat(place, nodes, torch.zeros(LENGTH), LENGTH, schedule))
+    built = options.machine(NodeContext(place, nodes, torch.zeros(LENGTH), LENGTH, schedule))
     play(built, Started(tuple(node.name for node in nodes)))
     return built
 
@@ -73,22 +59,22 @@ def sent(effects: list[Effect]) -> list[tuple[str, Any]]:
     return [(send.to, send.message) for send in of_kind(effects, Send)]
 
 
-# ---- learners -------------------------------------------------------------------------------------------------------
+# ---- workers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_learner_computes_when_it_has_the_parts_of_all_hubs() -> None:
-    learner = machine(ASYNC, "worker-0")
-    asked = play(learner, weights("hub", 0, 0, 2))
+def test_a_worker_computes_when_it_has_the_parts_of_all_hubs() -> None:
+    worker = machine(ASYNC, "worker-0")
+    asked = play(worker, weights("hub", 0, 0, 2))
     assert [to for to, _ in sent(asked)] == ["hub-1", "hub-2"]
-    assert not of_kind(play(learner, weights("hub-2", 5, 4, 7)), Compute)
-    effects = play(learner, weights("hub-1", 3, 2, 4))
+    assert not of_kind(play(worker, weights("hub-2", 5, 4, 7)), Compute)
+    effects = play(worker, weights("hub-1", 3, 2, 4))
     assert [install.start for install in of_kind(effects, Install)] == [2] and of_kind(effects, Compute)
 
 
 def test_every_hub_is_pushed_its_part_of_a_gradient_with_its_own_clock() -> None:
-    learner = machine(ASYNC, "worker-0")
-    play(learner, weights("hub", 7, 0, 2), weights("hub-1", 8, 2, 4), weights("hub-2", 9, 4, 7))
-    pushed = sent(play(learner, GradientReady(torch.arange(7.0), 1.0, 16, 0.1)))
+    worker = machine(ASYNC, "worker-0")
+    play(worker, weights("hub", 7, 0, 2), weights("hub-1", 8, 2, 4), weights("hub-2", 9, 4, 7))
+    pushed = sent(play(worker, GradientReady(torch.arange(7.0), 1.0, 16, 0.1)))
     assert [(to, message.gradient.tolist(), message.marks[0].clock) for to, message in pushed] == [
         ("hub", [0, 1], 7),
         ("hub-1", [2, 3], 8),
@@ -96,9 +82,9 @@ def test_every_hub_is_pushed_its_part_of_a_gradient_with_its_own_clock() -> None
     ]
 
 
-def test_in_hardsync_a_learner_that_comes_asks_the_others_for_what_the_first_hub_has() -> None:
-    learner = machine(HARD, "worker-0")
-    assert {message.have for _, message in sent(play(learner, weights("hub", 6, 0, 2)))} == {5}
+def test_in_hardsync_a_worker_that_joins_asks_the_others_for_the_clock_of_the_first_hub() -> None:
+    worker = machine(HARD, "worker-0")
+    assert {message.have for _, message in sent(play(worker, weights("hub", 6, 0, 2)))} == {5}
     hub = machine(HARD, "hub-1")
     assert not play(hub, Received("worker-9", Pull(0, LENGTH))), "clock 0 is not newer than 0"
     update = Round(0, (Mark("worker-0", 1, 0), Mark("worker-1", 1, 0)), 1.0)
@@ -109,7 +95,7 @@ def test_in_hardsync_a_learner_that_comes_asks_the_others_for_what_the_first_hub
 # ---- hubs -----------------------------------------------------------------------------------------------------------
 
 
-def test_in_hardsync_a_hub_makes_the_update_that_the_first_one_says_when_it_has_its_parts() -> None:
+def test_in_hardsync_a_hub_makes_the_update_that_the_first_one_announces_when_it_has_its_parts() -> None:
     hub = machine(HARD, "hub-1")
     update = Round(0, (Mark("worker-0", 1, 0), Mark("worker-1", 1, 0)), 0.5)
     assert not play(hub, push("worker-0", [1, 2]), Received("hub", update))
@@ -118,7 +104,7 @@ def test_in_hardsync_a_hub_makes_the_update_that_the_first_one_says_when_it_has_
     assert {(to, message.clock) for to, message in sent(effects)} == {("worker-0", 1), ("worker-1", 1)}
 
 
-def test_what_a_dying_learner_told_only_the_first_hub_is_not_waited_for() -> None:
+def test_what_a_dying_worker_sent_only_to_the_first_hub_is_not_waited_for() -> None:
     hub = machine(HARD, "hub-1")
     update = Round(0, (Mark("worker-0", 1, 0), Mark("worker-1", 1, 0)), 1.0)
     play(hub, push("worker-0", [1, 2]), Received("hub", update))
@@ -127,7 +113,7 @@ def test_what_a_dying_learner_told_only_the_first_hub_is_not_waited_for() -> Non
     assert [to for to, _ in sent(effects)] == ["worker-0"]
 
 
-def test_what_a_dying_learner_told_only_another_hub_is_let_go() -> None:
+def test_what_a_dying_worker_sent_only_to_another_hub_is_discarded() -> None:
     hub = machine(HARD, "hub-1")
     play(hub, push("worker-0", [1, 2]), Received("hub", Round(0, (Mark("worker-0", 1, 0),), 1.0)))
     assert not play(hub, push("worker-1", [3, 4], clock=0)) and not hub.pushes
@@ -142,7 +128,7 @@ def test_in_async_each_hub_steps_at_once_by_the_staleness_of_its_own_part() -> N
 def test_the_end_waits_for_the_parts_of_all_hubs() -> None:
     hub = machine(ASYNC, "hub")
     asked = play(hub, StopRequested("enough"))
-    assert sent(asked) == [("hub-1", Give(True)), ("hub-2", Give(True))] and len(asked) == 2
+    assert sent(asked) == [("hub-1", GetPart(True)), ("hub-2", GetPart(True))] and len(asked) == 2
     state = ReplicaState({}, [])
     assert not play(hub, Received("hub-2", Part(torch.ones(3), state)))
     effects = play(hub, Received("hub-1", Part(torch.ones(2), state)))
@@ -150,12 +136,12 @@ def test_the_end_waits_for_the_parts_of_all_hubs() -> None:
     assert [save.parts for save in of_kind(effects, Checkpoint)] == [(state, state)] and of_kind(effects, Finish)
 
 
-def test_in_hardsync_no_part_goes_on_to_another_update_while_the_model_is_gathered() -> None:
+def test_in_hardsync_no_part_proceeds_to_another_update_while_the_model_is_gathered() -> None:
     hub = machine(HARD, "hub", steps=20)
     for clock in range(10):
         pushes = [push(f"worker-{i}", [0, 0], clock, clock + 1) for i in range(2)]
         effects = play(hub, *pushes)
-    assert [type(message) for _, message in sent(effects)] == [Round, Round, Give, Give], "an evaluation is due"
+    assert [type(message) for _, message in sent(effects)] == [Round, Round, GetPart, GetPart], "an evaluation is due"
     play(hub, Received("hub-1", Part(torch.ones(2), None)))
     answered = sent(play(hub, Received("hub-2", Part(torch.ones(3), None))))
     assert {(to, message.clock) for to, message in answered} == {("worker-0", 10), ("worker-1", 10)}
@@ -181,7 +167,7 @@ def test_rudra_eq7_holds_with_several_hubs(task: type[Blobs], hubs: int, tmp_pat
 
 
 @pytest.mark.parametrize("task", [WithAdam(norm=False), Blobs(norm=True)], ids=["Adam", "buffers"])
-def test_a_run_with_several_hubs_in_two_parts_equals_one_in_one_go(task: Blobs, tmp_path: Path) -> None:
+def test_a_run_with_several_hubs_that_was_resumed_equals_one_in_one_go(task: Blobs, tmp_path: Path) -> None:
     options = Server(hubs=3)
     whole = train_quietly(task, options, Sim(3), tmp_path / "whole", steps=24)
     train_quietly(task, options, Sim(3), tmp_path / "parts", steps=10)
@@ -189,8 +175,8 @@ def test_a_run_with_several_hubs_in_two_parts_equals_one_in_one_go(task: Blobs, 
     assert largest_difference(parts.model, whole.model) < 1e-5
 
 
-def test_a_checkpoint_of_several_hubs_is_that_of_one(tmp_path: Path) -> None:
-    """So a run with any number of hubs goes on from it."""
+def test_a_checkpoint_of_several_hubs_equals_that_of_one(tmp_path: Path) -> None:
+    """So a run with any number of hubs can resume from it."""
     states = []
     for hubs in (1, 3):
         train_quietly(WithAdam(norm=False), Server(hubs=hubs), Sim(2), tmp_path / f"{hubs}", steps=10)
@@ -205,7 +191,7 @@ def test_a_checkpoint_of_several_hubs_is_that_of_one(tmp_path: Path) -> None:
             assert torch.allclose(value, three["state"][number][name], atol=1e-6), (number, name)
 
 
-def test_a_dead_hub_ends_the_run_and_a_dead_learner_does_not(tmp_path: Path) -> None:
+def test_a_dead_hub_ends_the_run_and_a_dead_worker_does_not(tmp_path: Path) -> None:
     for options in (Server(hubs=3), Server(sync="async", hubs=3)):
         with pytest.raises(RunError, match="hub-1, which holds a part of the joint model, died"):
             simulate(options, Sim(3, faults=Faults().crash("hub-1", at=0.35)), steps=20)
@@ -216,11 +202,11 @@ def test_a_dead_hub_ends_the_run_and_a_dead_learner_does_not(tmp_path: Path) -> 
 
 def simulate(options: Server | Single, sim: Sim, steps: int) -> Any:
     plan = RunPlan.make(SyntheticTask(), options, sim, Request(steps=steps, trace=False), None)
-    return sim.execute(plan, Nobody())
+    return sim.execute(plan, NullObserver())
 
 
-def test_with_a_hub_for_every_learner_resnet_152_is_no_longer_slower_than_one_learner() -> None:
-    """The workload of the MPCA SGD paper, table 2, on gigabit Ethernet: gradients per second of 8 learners."""
+def test_with_a_hub_for_every_worker_resnet_152_is_no_longer_slower_than_one_worker() -> None:
+    """The workload of the MPCA SGD paper, table 2, on gigabit Ethernet: gradients per second of 8 workers."""
     speeds = {}
     for options, workers in ((Single(), 1), (Server(sync="async"), 8), (Server(sync="async", hubs=8), 8)):
         sim = Sim(workers, link="1gbit", step_seconds=0.809, model_bytes="223MiB")
@@ -238,7 +224,7 @@ def test_hubs_in_processes_of_their_own_equal_simulated_ones(tmp_path: Path) -> 
     assert largest_difference(*(result.model for result in made)) < 1e-5
 
 
-def test_a_run_goes_on_from_its_checkpoint_when_any_of_its_hubs_was_killed(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_when_any_of_its_hubs_was_killed(tmp_path: Path) -> None:
     assassin = Assassin(["hub-1"], steps=30)
     options = Server(sync="async", hubs=2)
     result = run(Blobs(), options, Local(2), steps=600, run_dir=tmp_path / "run", progress=assassin)
@@ -257,7 +243,7 @@ def test_a_run_goes_on_from_its_checkpoint_when_any_of_its_hubs_was_killed(tmp_p
         ({"hubs": 2, "sync": "async", "apply": "inline"}, "hubs=2 needs apply='server'"),
         ({"hubs": 2, "sync": "async", "consistent": False}, "hubs=2 is for weights that travel"),
         ({"hubs": 2, "compress": "int8"}, "hubs=2 needs compress='none'"),
-        ({"hubs": 2, "rate": "gradient"}, "hubs=2: use rate='average'"),
+        ({"hubs": 2, "rate": "gradient"}, "hubs=2 has no rate='gradient': use rate='average'"),
     ],
 )
 def test_what_several_hubs_cannot_do_is_refused(options: dict[str, Any], reason: str) -> None:

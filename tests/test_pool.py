@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether.machine import Add, change
-from tether.runtimes.pool import Pool
+from tether.core.effects import Add
+from tether.runtimes.interpreter import change_weights
+from tether.runtimes.process.pool import Pool
 
 THREADS = 8
 LENGTH = 1 << 18
@@ -47,8 +48,8 @@ def test_lost_updates_are_as_rare_as_hogwild_predicts() -> None:
     updates = 2000
     ones = torch.ones(LENGTH)
     for _ in range(updates):
-        exchanger.submit(partial(change, centre, Add(ones, loose=True)), bool)
-    exchanger.settle()
+        exchanger.submit(partial(change_weights, centre, Add(ones, unordered=True)), bool)
+    exchanger.drain()
     assert not failures
     assert float(centre.weights.max()) <= updates, "an update was counted twice"
     lost = 1 - float(centre.weights.double().mean()) / updates
@@ -69,13 +70,13 @@ def test_stale_reads_slow_the_centre_by_no_more_than_the_threads_that_read() -> 
     def exchange() -> bool:
         read = centre.weights.clone()
         all_have_read.wait(60)
-        changed = change(centre, Add(worker - read, alpha, loose=True))
+        changed = change_weights(centre, Add(worker - read, alpha, unordered=True))
         all_have_added.wait(60)
         return changed
 
     for _ in range(exchanges):
         exchanger.submit(exchange, bool)
-    exchanger.settle()
+    exchanger.drain()
     assert not failures
     left = 1 - centre.weights
     assert float(left.min()) >= -1e-5, "the centre went beyond all workers"
@@ -89,7 +90,7 @@ def test_settling_waits_for_all_work_but_not_for_what_follows_under_the_lock() -
     with lock:
         exchanger.submit(lambda: done.append(gate.wait(5)), lambda _: followed.set())
         threading.Timer(0.05, gate.set).start()
-        exchanger.settle()
+        exchanger.drain()
         assert done == [True] and not followed.is_set()
     assert followed.wait(5)
 
@@ -97,9 +98,9 @@ def test_settling_waits_for_all_work_but_not_for_what_follows_under_the_lock() -
 def test_failing_work_is_told_and_does_not_hang() -> None:
     exchanger, failures = pool(1)
     exchanger.submit(lambda: 1 // 0, print)
-    exchanger.settle()
+    exchanger.drain()
     exchanger.submit(lambda: None, lambda _: None)
-    exchanger.settle()
+    exchanger.drain()
     assert [type(failure) for failure in failures] == [ZeroDivisionError]
 
 
@@ -117,5 +118,5 @@ def test_more_work_than_threads_waits() -> None:
 
     for _ in range(10):
         exchanger.submit(work, lambda _: None)
-    exchanger.settle()
+    exchanger.drain()
     assert most == [2]

@@ -1,21 +1,33 @@
-"""The display of a run: what it shows, how often, and that it costs nothing when nothing is to be shown."""
+"""The display of a run: what it shows, how often, and that it costs nothing if it shows nothing."""
 
 from __future__ import annotations
 
+import builtins
 import io
 import math
 import re
+import sys
+import threading
 from collections.abc import Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from rich.console import Console
 
-from tether.progress import LineProgress, LiveProgress, Progress, make_progress
-from tether.trace import Meter
+from tether.core.trace import Meter
+from tether.execution.progress import (
+    EVALUATIONS_SHOWN,
+    LineProgress,
+    LiveProgress,
+    NotebookProgress,
+    Progress,
+    make_progress,
+)
 
 
 class Clock:
-    """The wall, as far as a test is concerned."""
+    """Wall time that a test sets by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -88,7 +100,7 @@ def test_forced_colours_do_not_bring_an_animation_into_a_log(
 # ---- plain lines ----------------------------------------------------------------------------------------------------
 
 
-def test_lines_come_at_the_beginning_for_every_evaluation_and_at_the_end() -> None:
+def test_lines_are_printed_at_the_beginning_for_every_evaluation_and_at_the_end() -> None:
     console, clock = pipe(), Clock()
     with make_progress(console, clock=clock) as progress:
         progress.begin("digits: mpca x2 (local)", names(2), 1000)
@@ -104,11 +116,11 @@ def test_lines_come_at_the_beginning_for_every_evaluation_and_at_the_end() -> No
     ]
 
 
-def test_at_most_one_progress_line_comes_in_five_seconds_of_wall_time() -> None:
+def test_at_most_one_progress_line_is_printed_in_five_seconds_of_wall_time() -> None:
     console, clock = pipe(), Clock()
     progress = make_progress(console, clock=clock)
     progress.begin("digits", names(2), 1000)
-    for tick in range(1, 161):  # twenty seconds on the wall, 160 of the run
+    for tick in range(1, 161):  # twenty seconds of wall time, 160 of the run
         clock.now += 0.125
         steps(progress, names(2), tick, time=float(tick))
     lines = [line for line in written(console).splitlines() if "samples/s" in line]
@@ -119,7 +131,7 @@ def test_at_most_one_progress_line_comes_in_five_seconds_of_wall_time() -> None:
     ]
 
 
-def test_a_progress_line_tells_rate_in_the_runs_time_and_time_left_on_the_wall() -> None:
+def test_a_progress_line_has_the_rate_in_the_runs_time_and_the_time_left_in_wall_time() -> None:
     console, clock = pipe(), Clock()
     progress = make_progress(console, clock=clock)
     progress.begin("digits", names(2), 112)
@@ -184,6 +196,52 @@ def test_starting_up_does_not_count_for_the_time_left() -> None:
         assert "1:30 left" in picture(progress)
 
 
+def test_the_picture_distinguishes_start_up_from_training() -> None:
+    progress, clock = live(2)
+    with progress:
+        progress.starting(3)
+        clock.now += 4
+        shown = picture(progress)
+        assert "digits: mpca  starting 3 processes" in shown and "0:04 elapsed" in shown
+        clock.now += 1
+        steps(progress, names(2), 100, time=2.0)
+        progress.training(3.25, 2.0)
+        shown = picture(progress)
+        assert "digits: mpca  training; start-up took 3.2 s" in shown and "0:02 elapsed" in shown
+        clock.now += 8
+        assert "0:10 elapsed" in picture(progress)
+
+
+def test_lines_distinguish_start_up_from_training() -> None:
+    console, clock = pipe(), Clock()
+    progress = make_progress(console, clock=clock)
+    progress.begin("digits", names(1), 1000)
+    progress.starting(1)
+    clock.now += 10
+    progress.training(9.5, 0.25)
+    clock.now += 2
+    steps(progress, names(1), 500, time=2.25)
+    assert written(console).splitlines() == [
+        "digits: 1 worker, 1,000 steps each",
+        "starting 1 process",
+        "training; start-up took 9.5 s",
+        " 50%  loss 0.5000  2,222 samples/s  0:02 elapsed  -:-- left",
+    ]
+
+
+def test_the_last_evaluations_stay_in_view_across_restarts() -> None:
+    progress, _ = live(1)
+    with progress:
+        for step in range(1, 8):
+            progress.evaluation({"error": 1 / step}, float(step), 100 * step)
+            if step == 4:
+                progress.begin("digits: mpca", names(1), 600)
+                progress.resumed(400)
+        lines = picture(progress).splitlines()[-EVALUATIONS_SHOWN:]
+    assert lines[0].rstrip() == "joint model  error 0.3333  at step 300, 3.0 s"
+    assert lines[-1].rstrip() == "             error 0.1429  at step 700, 7.0 s"
+
+
 def test_a_straggler_shows_in_the_recent_rate() -> None:
     progress, clock = live(1, goal=10_000)
     with progress:
@@ -209,10 +267,11 @@ def test_the_picture_is_lower_than_the_terminal(height: int) -> None:
     progress, _ = live(16, console=terminal(height=height))
     with progress:
         steps(progress, names(16), 10, time=1.0)
-        progress.evaluation({"error": 0.125}, 10.0, 350)
+        for step in range(10):
+            progress.evaluation({"error": 0.125}, 10.0, 350 + step)
         text = picture(progress)
     assert len(text.splitlines()) < height
-    assert "worker-0" in text and "joint model" in text
+    assert "worker-0" in text and "joint model" in text and "at step 359" in text
 
 
 def test_no_line_is_wider_than_a_narrow_terminal() -> None:
@@ -225,7 +284,7 @@ def test_no_line_is_wider_than_a_narrow_terminal() -> None:
     assert len(lines) == 10  # title, bar, blank, heading, four workers, blank, metrics: nothing was wrapped
 
 
-def test_a_hub_is_no_worker_but_one_who_joins_late_is() -> None:
+def test_a_hub_is_not_shown_as_a_worker_but_a_worker_that_joins_late_is() -> None:
     progress, _ = live(1, goal=100)
     with progress:
         steps(progress, names(1), 50, time=1.0)
@@ -235,7 +294,7 @@ def test_a_hub_is_no_worker_but_one_who_joins_late_is() -> None:
         assert " 40% " in picture(progress) and "worker-9" in picture(progress)
 
 
-def test_a_meter_only_keeps_what_it_is_given() -> None:
+def test_a_call_of_meter_only_stores_its_argument() -> None:
     console = terminal()
     progress, clock = live(1, console=console)
     progress._live.stop()  # type: ignore[union-attr]  # its thread also reads the clock
@@ -294,3 +353,80 @@ def test_a_display_that_cannot_be_written_ends_no_run(kind: type[LineProgress | 
     progress.note("worker-1 has joined")
     progress.end("error 0.1")
     progress.close()
+
+
+# ---- in a notebook --------------------------------------------------------------------------------------------------
+
+
+class Notebook:
+    """The outputs that IPython would show, each a bundle of formats."""
+
+    def __init__(self) -> None:
+        self.outputs: list[dict[str, str]] = []
+        self.updates = 0
+
+    def display(self, bundle: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        """As IPython.display.display, which returns a handle."""
+        assert raw and display_id
+        self.outputs.append(bundle)
+        place = len(self.outputs) - 1
+
+        def update(bundle: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            self.outputs[place] = bundle
+            self.updates += 1
+
+        return SimpleNamespace(update=update)
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
+    """A notebook without a kernel: what rich recognizes a notebook by, and the part of IPython that shows something."""
+    fake = Notebook()
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    monkeypatch.setitem(sys.modules, "IPython", ModuleType("IPython"))
+    monkeypatch.setitem(sys.modules, "IPython.display", cast(ModuleType, fake))
+    return fake
+
+
+def test_a_notebook_has_one_output_that_is_updated_in_place(
+    notebook: Notebook, capfd: pytest.CaptureFixture[str]
+) -> None:
+    threads = threading.active_count()
+    with make_progress() as progress:
+        assert isinstance(progress, NotebookProgress)
+        for part in range(2):  # as after a restart
+            progress.begin("digits: mpca", names(2), 100)
+            progress.starting(3)
+            progress.note(f"note {part} <of two>")
+            steps(progress, names(2), 50, time=1.0)
+            progress.training(2.5, 1.0)
+            progress.evaluation({"error": 0.25}, 1.0, 50 + part)
+        progress.end("error 0.25")
+    assert len(notebook.outputs) == 1 and notebook.updates >= 3
+    plain = notebook.outputs[0]["text/plain"]
+    assert plain.index("note 0 <of two>") < plain.index("note 1") < plain.index("error 0.25")
+    assert "training; start-up took 2.5 s" in plain and " 50% " in plain and "at step 51" in plain
+    assert "note 0 &lt;of two&gt;" in notebook.outputs[0]["text/html"]
+    assert capfd.readouterr() == ("", ""), "nothing is printed as well"
+    assert threading.active_count() == threads
+
+
+def test_a_notebook_is_redrawn_while_the_run_goes_on(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tether.execution.progress.NOTEBOOK_HZ", 1000.0)
+    drawn = threading.Event()
+    monkeypatch.setattr(notebook, "display", lambda *_, **__: SimpleNamespace(update=lambda *_, **__: drawn.set()))
+    with make_progress() as progress:
+        progress.begin("digits", names(1), 10)
+        assert drawn.wait(60)
+
+
+def test_a_notebook_that_shows_nothing_ends_no_run(notebook: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("the front end is gone")
+
+    monkeypatch.setattr(notebook, "display", broken)
+    with make_progress() as progress:
+        progress.begin("digits", names(1), 10)
+        progress.end("finished")

@@ -15,40 +15,39 @@ import torch
 from torch import Tensor
 
 from tether import Averaging, Single
-from tether.errors import InvariantBroken, UsageError
-from tether.machine import (
+from tether.core.effects import (
     Broadcast,
-    Broadcasted,
     Checkpoint,
     Compute,
     Effect,
     Evaluate,
-    Event,
     Finish,
-    GradientReady,
     Install,
-    Machine,
-    Message,
+    Record,
+    Reduce,
+    Send,
+    Step,
+)
+from tether.core.events import (
+    Broadcasted,
+    Event,
+    GradientReady,
     PeerJoined,
     PeerLost,
     Received,
-    Record,
-    Reduce,
     Reduced,
-    Schedule,
-    Seat,
-    Send,
     Started,
-    Step,
     StopRequested,
     TimerFired,
-    snapshot,
 )
+from tether.core.machine import Machine, NodeContext, Schedule
+from tether.core.message import Message, Tag, Timer
+from tether.core.snapshot import snapshot
+from tether.errors import InvariantBroken, UsageError
 from tether.protocols import DEALING, Options, known
-from tether.protocols.averaging import Effort, Joint
-from tether.protocols.base import Pace
-from tether.protocols.inline import Halt, Tally
-from tether.protocols.parts import Part
+from tether.protocols.averaging import ROUND, Effort, Joint
+from tether.protocols.base import RunProgress
+from tether.protocols.server.messages import Halt, Part, Tally
 
 VARIANTS = [options for cls in known().values() for options in cls.variants()]
 FAR = 1_000_000
@@ -72,7 +71,7 @@ def machine(
     nodes = options.nodes(workers)
     place = next(candidate for candidate in nodes if candidate.name == node)
     weights = torch.tensor(list(vector))
-    return options.machine(Seat(place, nodes, weights, len(weights) - buffers, schedule(**goal), restored))
+    return options.machine(NodeContext(place, nodes, weights, len(weights) - buffers, schedule(**goal), restored))
 
 
 def started(workers: int = 2) -> Started:
@@ -127,12 +126,12 @@ def test_events_that_do_not_concern_a_node_are_let_pass(options: Options) -> Non
     for node in options.nodes(1):
         built = machine(options, node.name, workers=1)
         play(built, Started(tuple(node.name for node in options.nodes(1))))
-        assert play(built, TimerFired("of somebody else")) == []
+        assert play(built, TimerFired(Timer("of somebody else"))) == []
 
 
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
 def test_a_stop_request_ends_the_run_in_good_order_and_once(options: Options) -> None:
-    joint = machine(options, options.joint or "worker-0", workers=1, first_step=7, counted=((0, 70),))
+    joint = machine(options, options.hub or "worker-0", workers=1, first_step=7, counted=((0, 70),))
     play(joint, Started(tuple(node.name for node in options.nodes(1))))
     effects = play(joint, StopRequested("error<0.1 reached"))
     if getattr(options, "apply", "") == "inline":
@@ -150,67 +149,67 @@ def test_a_stop_request_ends_the_run_in_good_order_and_once(options: Options) ->
 def test_every_option_is_documented_and_every_protocol_says_what_it_is(options: Options) -> None:
     assert options.summary and options.name in known()
     assert all(field.metadata["doc"] for field in dataclasses.fields(options))
-    assert options.joint in {"", *(node.name for node in options.nodes(1))}
+    assert options.hub in {"", *(node.name for node in options.nodes(1))}
 
 
-# ---- pace -----------------------------------------------------------------------------------------------------------
+# ---- progress --------------------------------------------------------------------------------------------------------
 
 
-def pace_of(state: Any = dict, **goal: Any) -> Pace:
+def pace_of(state: Any = dict, **goal: Any) -> RunProgress:
     nodes = Single().nodes(1)
-    return Pace(Seat(nodes[0], nodes, torch.zeros(1), 1, schedule(**goal)), state)
+    return RunProgress(NodeContext(nodes[0], nodes, torch.zeros(1), 1, schedule(**goal)), state)
 
 
-def made(pace: Pace, gradients: int, now: float = 0.0) -> list[Effect]:
+def made(progress: RunProgress, gradients: int, now: float = 0.0) -> list[Effect]:
     """The only worker has made so many."""
-    if len(pace.ledger.held["worker-0"]) < gradients:
-        pace.ledger.deal("worker-0", gradients)
-    pace.ledger.count("worker-0", gradients)
-    return pace.advance(gradients, 1, now)
+    if len(progress.ledger.held["worker-0"]) < gradients:
+        progress.ledger.deal("worker-0", gradients)
+    progress.ledger.count("worker-0", gradients)
+    return progress.advance(gradients, 1, now)
 
 
 def test_the_joint_model_is_evaluated_whenever_a_multiple_is_passed() -> None:
-    pace = pace_of(steps=20, evaluate_every=4)
-    seen = [[e.step for e in of_kind(made(pace, 3), Evaluate)] for _ in range(6)]
+    progress = pace_of(steps=20, evaluate_every=4)
+    seen = [[e.step for e in of_kind(made(progress, 3), Evaluate)] for _ in range(6)]
     assert seen == [[], [6], [9], [12], [], [18]]
-    effects = made(pace, 3)
+    effects = made(progress, 3)
     assert gives(effects, Evaluate(20, 21, final=True), Checkpoint(20, 21, {}, final=True), Finish("all steps made"))
-    assert pace.over
+    assert progress.over
 
 
 def test_one_evaluation_is_enough_for_several_multiples() -> None:
-    pace = pace_of(steps=100, evaluate_every=4)
-    assert gives(made(pace, 13), Evaluate(13, 13))
+    progress = pace_of(steps=100, evaluate_every=4)
+    assert gives(made(progress, 13), Evaluate(13, 13))
 
 
 def test_checkpoints_are_so_many_seconds_apart() -> None:
-    pace = pace_of(lambda: {"tau": 3}, checkpoint_seconds=10.0)
+    progress = pace_of(lambda: {"tau": 3}, checkpoint_seconds=10.0)
     times = [0.0, 4.0, 9.9, 10.0, 12.0, 19.9, 25.0, 34.0, 35.0]
-    saved = [now for now in times if of_kind(made(pace, 1, now), Checkpoint)]
+    saved = [now for now in times if of_kind(made(progress, 1, now), Checkpoint)]
     assert saved == [10.0, 25.0, 35.0]
 
 
 def test_a_checkpoint_keeps_what_the_protocol_wants_kept() -> None:
     state = {"tau": 2}
-    pace = pace_of(state.copy, checkpoint_seconds=1.0, first_step=5, counted=((0, 5),), batch_size=10)
-    made(pace, 1, 0.0)
+    progress = pace_of(state.copy, checkpoint_seconds=1.0, first_step=5, counted=((0, 5),), batch_size=10)
+    made(progress, 1, 0.0)
     state["tau"] = 3
-    assert gives(made(pace, 1, 1.0), Checkpoint(7, 70, {"tau": 3}))
+    assert gives(made(progress, 1, 1.0), Checkpoint(7, 70, {"tau": 3}))
 
 
 def test_a_continued_run_makes_only_the_steps_that_are_left() -> None:
-    pace = pace_of(steps=7, first_step=5, counted=((0, 5),), batch_size=10)
-    assert pace.steps_left == 2
-    assert not made(pace, 1)
-    assert of_kind(made(pace, 1), Evaluate)[0].samples == 70 and pace.over
+    progress = pace_of(steps=7, first_step=5, counted=((0, 5),), batch_size=10)
+    assert progress.steps_left == 2
+    assert not made(progress, 1)
+    assert of_kind(made(progress, 1), Evaluate)[0].samples == 70 and progress.over
 
 
 def test_a_goal_in_samples_ends_the_run_when_all_of_them_count() -> None:
-    pace = pace_of(steps=4, goal=7, step_batches=2)
+    progress = pace_of(steps=4, goal=7, step_batches=2)
     for step in (0, 1, 1, 2, 2, 3):
-        assert not made(pace, 1)
-        assert pace.step == step
-    assert of_kind(made(pace, 1), Finish) and pace.step == 4
+        assert not made(progress, 1)
+        assert progress.step == step
+    assert of_kind(made(progress, 1), Finish) and progress.step == 4
 
 
 def test_a_goal_of_steps_says_who_missed_it() -> None:
@@ -248,13 +247,13 @@ def test_a_single_learner_is_evaluated_before_it_computes_on() -> None:
 
 def joint(tau: int, round: int = 0, values: tuple[float, ...] = (0.0, 0.0)) -> Broadcasted:
     batches = {f"worker-{i}": tuple(range(i, 2 * tau, 2)) for i in range(2)}
-    return Broadcasted("round", ("hub", "worker-0", "worker-1"), Joint(round, torch.tensor(values), batches, 0))
+    return Broadcasted(ROUND, ("hub", "worker-0", "worker-1"), Joint(round, torch.tensor(values), batches, 0))
 
 
 def reduced(round: int, total: Iterable[float] | None = (2.0, 4.0), workers: int = 2) -> Reduced:
     values = None if total is None else torch.tensor(list(total))
     names = tuple(f"worker-{i}" for i in range(workers)) if total is not None else ()
-    return Reduced(f"round {round}", values, float(len(names)), names)
+    return Reduced(Tag(ROUND, round), values, float(len(names)), names)
 
 
 def tau_of(effects: list[Effect]) -> int:
@@ -265,7 +264,7 @@ def tau_of(effects: list[Effect]) -> int:
 def test_sparknet_a_round_begins_with_a_broadcast_and_an_open_reduction() -> None:
     hub = machine(Averaging(tau=3))
     members = ("hub", "worker-0", "worker-1")
-    opened = Broadcast("round", members, Joint(0, snapshot(), {}, 0)), Reduce("round 0", members)
+    opened = Broadcast(ROUND, members, Joint(0, snapshot(), {}, 0)), Reduce(Tag(ROUND, 0), members)
     assert gives(play(hub, started()), *opened)
 
 
@@ -275,7 +274,7 @@ def test_sparknet_a_worker_makes_tau_steps_from_the_joint_model_and_contributes(
     for _ in range(2):
         assert gives(play(worker, gradient()), Step(), Compute())
     members = ("hub", "worker-0", "worker-1")
-    assert gives(play(worker, gradient()), Step(), Reduce("round 0", members, snapshot(), weight=1.0))
+    assert gives(play(worker, gradient()), Step(), Reduce(Tag(ROUND, 0), members, snapshot(), weight=1.0))
 
 
 def test_sparknet_the_mean_is_installed_and_the_next_round_opened() -> None:
@@ -285,10 +284,10 @@ def test_sparknet_the_mean_is_installed_and_the_next_round_opened() -> None:
         play(hub, started(), reduced(0, (2.0, 4.0))),
         Install(torch.tensor([1.0, 2.0])),
         Record({"round": 0, "tau": 3, "workers": 2}),
-        Broadcast("round", members, Joint(1, snapshot(), {}, 0)),
-        Reduce("round 1", members),
+        Broadcast(ROUND, members, Joint(1, snapshot(), {}, 0)),
+        Reduce(Tag(ROUND, 1), members),
     )
-    assert (hub.pace.step, hub.pace.samples) == (3, 60)
+    assert (hub.progress.step, hub.progress.samples) == (3, 60)
 
 
 def test_the_last_round_has_only_the_steps_that_are_left() -> None:
@@ -315,7 +314,7 @@ def test_a_round_that_nobody_survived_is_made_again_from_the_same_model() -> Non
     assert play(hub, reduced(0, None)) == []
     effects = play(hub, PeerJoined("worker-0~2", "worker"))
     assert tau_of(effects) == 4 and not of_kind(effects, Install)
-    assert hub.pace.step == 0
+    assert hub.progress.step == 0
 
 
 def test_a_newcomer_of_another_role_is_in_no_round() -> None:
@@ -435,8 +434,8 @@ def outer_rounds(options: Averaging, means: list[list[float]], restored: dict[st
     models = []
     for round, mean in enumerate(means):
         (install,) = of_kind(play(hub, reduced(round, [2 * value for value in mean])), Install)
-        hub.seat.weights.copy_(install.values)
-        models.append(hub.seat.weights.clone())
+        hub.context.weights.copy_(install.values)
+        models.append(hub.context.weights.clone())
     return models
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tether.errors import UsageError
-from tether.recipe import Recipe, recipe_of, recipe_of_module, resolve
+from tether.spark.recipe import Recipe, recipe_of, recipe_of_module, resolve
 
 
 class Net(nn.Module):
@@ -203,5 +203,5 @@ def test_arguments_are_numbers_and_texts(argument: Any) -> None:
 
 
 def test_arguments_that_a_class_does_not_take_are_told() -> None:
-    with pytest.raises(UsageError, match=r"Linear does not take the arguments that it was saved with"):
+    with pytest.raises(UsageError, match=r"Linear does not accept the arguments that it was saved with"):
         Recipe("torch.nn.modules.linear:Linear", [1]).make(nn.Module)

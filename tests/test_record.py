@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from tether import Averaging, Faults, Server, Sim, Single, StepTime
+from tether.api import replay_recorded
+from tether.core.effects import Compute, Install, Send, Step
+from tether.core.snapshot import snapshot
 from tether.errors import RunError, UsageError
-from tether.machine import Compute, Install, Send, Step, snapshot
+from tether.execution.directory import RunDirectory
 from tether.protocols import Options
-from tether.protocols.pushes import Weights
-from tether.record import effects_digest
-from tether.run import replay_recorded
-from tether.rundir import RunDirectory
-from tether.testing import Blobs, train_quietly
+from tether.protocols.server.messages import Weights
+from tether.runtimes.record import effects_digest
+from tether.testing.conformance import Blobs, train_quietly
 
 SIM = Sim(workers=2, step_seconds=StepTime(0.1, spread=0.5))
 Entry = list[Any]
@@ -66,7 +67,7 @@ def test_a_recorded_run_replays_every_event_of_every_node(options: Options, reco
     assert replay_recorded(run, Blobs()) == files
 
 
-def test_a_single_learner_replays(recorded: Callable[..., Path]) -> None:
+def test_a_single_worker_replays(recorded: Callable[..., Path]) -> None:
     assert replay_recorded(recorded(Single(), Sim(workers=1)), Blobs()) == {"worker-0": 7}
 
 

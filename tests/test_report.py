@@ -1,4 +1,4 @@
-"""Reports: run directories are written here by hand, as a run writes them, and read back."""
+"""Reports: these tests write run directories by hand, as a run does, and read them back."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ import pytest
 from rich.console import Console
 
 import tether
+from tether.analysis.report import table, write_report
+from tether.analysis.runs import RunRecord, load_run
 from tether.errors import UsageError
-from tether.report import RunRecord, load_run, table, write_report
 
 pytest.importorskip("matplotlib")
-from tether import plots
+from tether.analysis import plots
 
 RESULT = {
     "seconds": 20.0,
@@ -87,15 +88,15 @@ def test_a_line_that_was_cut_off_is_ignored(tmp_path: Path, cut: bytes) -> None:
     assert (len(run.evaluations), len(run.progress)) == (10, 20)
 
 
-def test_nodes_are_in_the_order_of_their_numbers_and_a_hub_is_no_worker(tmp_path: Path) -> None:
+def test_nodes_are_in_the_order_of_their_numbers_and_a_hub_is_not_a_worker(tmp_path: Path) -> None:
     lines = [progress(f"worker-{i}", 1.0) for i in (10, 2, 0)] + [progress("hub", 1.0, samples=0)]
     run = run_in(tmp_path / "a", lines)
     assert list(run.nodes) == ["hub", "worker-0", "worker-2", "worker-10"]
     assert list(run.workers) == ["worker-0", "worker-2", "worker-10"]
 
 
-def test_what_is_no_run_of_this_version_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"no run directory: it has no run\.json"):
+def test_a_directory_without_a_run_of_a_known_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"is not a run directory: it has no run\.json"):
         load_run(tmp_path)
     with pytest.raises(UsageError, match="has version 3, and this Tether reads up to 2: use the newer Tether"):
         run_in(tmp_path / "a", [], version=3)
@@ -105,7 +106,7 @@ def test_what_is_no_run_of_this_version_is_refused(tmp_path: Path) -> None:
 
 
 def printed(runs: list[RunRecord], width: int = 80) -> tuple[dict[str, list[str]], str]:
-    """The rows by their first cell (cells are two blanks apart), and all that was printed, with single blanks."""
+    """The rows by their first cell (two spaces separate cells), and the whole output with single spaces."""
     console = Console(file=io.StringIO(), width=width, color_system=None, _environ={})
     console.print(table(runs))
     assert isinstance(console.file, io.StringIO)
@@ -139,14 +140,30 @@ def test_a_run_that_has_not_ended_is_summed_up_from_its_metrics(tmp_path: Path) 
     assert "a: failed (the hub died); the figures are those so far." in text
 
 
-def test_many_runs_stand_below_each_other_and_brackets_are_no_markup(tmp_path: Path) -> None:
+def test_many_runs_stand_below_each_other_and_brackets_are_not_markup(tmp_path: Path) -> None:
     runs = [run_in(tmp_path / f"run[{i}]", TRAINING, task={"name": "[red]"}) for i in range(6)]
     shown, text = printed(runs, width=140)
     assert "[red]: 6 runs" in text
     assert shown["run[3]"][:3] == ["averaging", "local", "2"]
 
 
-def test_the_report_tells_what_happened(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [3, 7])
+def test_no_name_or_number_is_broken_in_a_terminal_that_is_too_narrow_for_all_runs(tmp_path: Path, count: int) -> None:
+    runs = [run_in(tmp_path / f"a-run-with-a-long-name-{i}", TRAINING, runtime="sim") for i in range(count)]
+    _, text = printed(runs)
+    assert all(f" {run.name} " in text for run in runs)
+    assert text.count("20 virtual s") == text.count("0.0125") == count
+    assert text.count(f"digits: {count} runs") == 1
+
+
+def test_start_up_has_a_column_of_its_own_where_it_was_measured(tmp_path: Path) -> None:
+    runs = [run_in(tmp_path / "a", [], result={**RESULT, "startup_seconds": 2.5}), run_in(tmp_path / "b", [])]
+    shown, _ = printed(runs)
+    assert (shown["start-up"], shown["training"]) == (["2.5 s", "-"], ["20 s", "20 s"])
+    assert "time" not in shown and "start-up" not in printed(runs[1:])[0]
+
+
+def test_the_report_repeats_the_notes_of_a_run(tmp_path: Path) -> None:
     _, text = printed([run_in(tmp_path / "a", [*TRAINING, note("worker-1 died")])])
     assert "a: worker-1 died" in text
 
@@ -155,7 +172,7 @@ def test_the_report_tells_what_happened(tmp_path: Path) -> None:
 
 
 class Page(HTMLParser):
-    """The page's tags, checked for balance, with what it loads."""
+    """The page's tags, checked for balance, and the sources that it loads."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -177,7 +194,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, bytes]:
-    """A report with everything there is to draw."""
+    """A report with every section."""
     root = tmp_path_factory.mktemp("runs")
     stale = {**RESULT, "staleness": {"histogram": {"0": 5, "2": 9}}}
     runs = [
@@ -207,7 +224,7 @@ def test_the_page_shows_everything_measured_but_no_counters(full: tuple[str, byt
     assert re.findall(r"<h2>(.*?)</h2>", full[0]) == ["Summary", *headings, "Configuration"]
     captions = re.findall(r"<figcaption>(.*?)</figcaption>", full[0])
     assert captions[:4] == ["error over time", "error over samples", "accuracy over time", "accuracy over samples"]
-    assert captions[5:7] == ["time of averaging x2 (local) one", "time of server x2 (sim)"]  # two averaging runs
+    assert captions[5:7] == ["time of one (averaging, 2 workers, local)", "time of two (server, 2 workers, sim)"]
     assert captions[-2:] == ["% of gradients over staleness", "tau over time"]
     assert "their seconds are virtual" in full[0]
 
@@ -229,7 +246,7 @@ def test_text_is_escaped(full: tuple[str, bytes]) -> None:
 def test_what_was_not_measured_is_left_out_and_a_report_repeats_byte_for_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[dict[str, Any]], headings: list[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # whoever imports it fails
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)  # importing it fails
     run = run_in(tmp_path / "a", lines, status="running", result=None)
     first, second = ([path.read_bytes() for path in write_report([run], tmp_path / name)] for name in "xy")
     assert first == second
@@ -238,8 +255,8 @@ def test_what_was_not_measured_is_left_out_and_a_report_repeats_byte_for_byte(
 
 def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "tether.plots")
-    monkeypatch.delattr(tether, "plots")
+    monkeypatch.delitem(sys.modules, "tether.analysis.plots")
+    monkeypatch.delattr(tether.analysis, "plots")
     with pytest.raises(UsageError, match=r"needs matplotlib, .*tether\[plot\]"):
         write_report([run_in(tmp_path / "a", TRAINING)], tmp_path)
 
@@ -252,11 +269,12 @@ def test_a_report_of_nothing_is_refused(tmp_path: Path) -> None:
 # ---- single panels --------------------------------------------------------------------------------------------------
 
 
-def drawn(run: RunRecord, title: str) -> Any:
+def drawn(run: RunRecord | list[RunRecord], title: str) -> Any:
     """The axes of one panel."""
     from matplotlib.figure import Figure
 
-    panels = [panel for section in plots.sections(plots.looks([run])) for row in section.rows for panel in row]
+    styles = plots.style_runs(run if isinstance(run, list) else [run])
+    panels = [panel for section in plots.sections(styles) for row in section.rows for panel in row]
     figure = Figure(layout="constrained")
     next(panel for panel in panels if panel.title == title).draw(figure)
     return figure.axes[0]
@@ -266,7 +284,7 @@ def drawn(run: RunRecord, title: str) -> Any:
     ("first", "last", "scale"),
     [(1.0, 0.05, "log"), (1.0, 0.5, "linear"), (1.0, 0.0, "linear"), (1.0, -1.0, "linear"), (0.05, 1.0, "linear")],
 )
-def test_what_falls_by_more_than_a_decade_has_a_logarithmic_axis(
+def test_a_quantity_that_falls_by_more_than_a_decade_has_a_logarithmic_axis(
     tmp_path: Path, first: float, last: float, scale: str
 ) -> None:
     run = run_in(tmp_path / "a", [evaluation(1.0, error=first), evaluation(2.0, error=last)])
@@ -275,7 +293,7 @@ def test_what_falls_by_more_than_a_decade_has_a_logarithmic_axis(
 
 def test_the_bars_of_a_worker_add_up_to_the_time_of_its_last_row(tmp_path: Path) -> None:
     run = run_in(tmp_path / "a", [progress("worker-0", 10.0), progress("worker-1", 10.0), progress("worker-0", 20.0)])
-    widths = [patch.get_width() for patch in drawn(run, "time of averaging x2 (local)").patches]
+    widths = [patch.get_width() for patch in drawn(run, "time of a (averaging, 2 workers, local)").patches]
     assert widths == pytest.approx([15.0, 7.5, 3.0, 1.5, 2.0, 1.0])  # computing, waiting, other; two workers each
 
 
@@ -294,4 +312,40 @@ def test_a_long_run_with_many_workers_is_thinned(tmp_path: Path) -> None:
     lines = [progress(f"worker-{i}", float(t)) for t in range(1, 3000) for i in range(20)]
     run = run_in(tmp_path / "a", lines)
     assert {len(line.get_xdata()) for line in drawn(run, "training loss over time").lines} == {plots.POINTS_MAX}
-    assert len(drawn(run, "time of averaging x2 (local)").get_yticks()) <= plots.BARS_NAMED_MAX
+    assert len(drawn(run, "time of a (averaging, 2 workers, local)").get_yticks()) <= plots.BARS_NAMED_MAX
+
+
+def test_a_time_axis_is_logarithmic_where_one_run_took_more_than_five_times_as_long(tmp_path: Path) -> None:
+    short, near, long = (
+        run_in(tmp_path / f"{seconds}", [evaluation(seconds / 2, error=0.5), evaluation(seconds, error=0.4)])
+        for seconds in (100, 500, 501)
+    )
+    assert drawn([short, near], "error over time").get_xscale() == "linear"
+    axes = drawn([short, long], "error over time")
+    assert (axes.get_xscale(), axes.get_xlabel()) == ("log", "seconds, logarithmic")
+    assert 0 < axes.get_xlim()[0] < 50 and axes.get_xlim()[1] > 501
+    assert drawn([short, long], "error over samples").get_xscale() == "linear"
+    assert drawn(short, "error over time").get_xscale() == "linear"
+
+
+def test_a_logarithmic_time_axis_begins_where_the_shortest_run_can_be_read(tmp_path: Path) -> None:
+    """A first row at 0 s or after a microsecond does not press everything else to the right."""
+    lines = [{"kind": "record", "time": time, "node": "hub", "tau": 1} for time in (0.0, 1e-6, 10.0)]
+    runs = [run_in(tmp_path / "a", lines), run_in(tmp_path / "b", [*lines, {**lines[0], "time": 1000.0}])]
+    assert drawn(runs, "tau over time").get_xlim()[0] == pytest.approx(0.09)
+
+
+def test_a_legend_tells_runs_of_one_protocol_apart_by_their_names(tmp_path: Path) -> None:
+    lines = [evaluation(1.0, error=0.5)]
+    runs = [
+        run_in(tmp_path / "tau=5", lines),
+        run_in(tmp_path / "tau=20", lines, workers=1),
+        run_in(tmp_path / "averaging", lines, runtime="sim"),
+        run_in(tmp_path / "x" / "tau=5", lines),
+    ]
+    axes = drawn(runs, "error over time")
+    labels = [text.get_text() for legend in axes.figure.legends for text in legend.get_texts()]
+    assert labels[1:3] == ["tau=20 (averaging, 1 worker, local)", "averaging (2 workers, sim)"]
+    assert labels[::3] == [f"{runs[at].path}: tau=5 (averaging, 2 workers, local)" for at in (0, 3)]
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines}
+    assert len(looks) == len({line.get_marker() for line in axes.lines}) == 4

@@ -1,12 +1,15 @@
-"""What `run` and `resume` promise beyond what every protocol and runtime passes."""
+"""What `run`, `start` and `resume` promise beyond the checks that every protocol and runtime passes."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +34,12 @@ from tether import (
     run,
     start,
 )
-from tether.progress import Progress, make_progress
+from tether.core.trace import Meter
+from tether.core.vector import Vector, digest
+from tether.execution.progress import FollowedProgress, Progress, make_progress
 from tether.protocols import Options
 from tether.task import Length
-from tether.testing import Blobs, largest_difference, train_quietly
-from tether.trace import Meter
-from tether.vector import Vector, digest
+from tether.testing.conformance import Assassin, Blobs, largest_difference, train_quietly
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,14 +58,60 @@ def endless(directory: Path, on: Any) -> Any:
     return start(Blobs(), Averaging(), on, steps=10**9, run_dir=directory, progress=make_progress(quiet=True))
 
 
-def test_looking_at_the_model_of_a_run_in_the_background_ends_it_for_good(tmp_path: Path) -> None:
+def test_a_run_in_the_background_goes_on_until_it_is_stopped_and_its_result_never_changes(tmp_path: Path) -> None:
     training = endless(tmp_path / "run", Local(1))
     with pytest.raises(TimeoutError):
         training.wait(0.01)
-    assert not training.is_over
-    before = Vector(training.model).weights.clone()
-    assert training.is_over and training.result.figures["reason"] == "asked to end"
+    for look in (lambda: training.result, lambda: training.model):
+        with pytest.raises(UsageError, match=r"the run is not over \(starting.*\): call stop\(\) .* or wait\(\)"):
+            look()
+    assert not training.is_over, "a look does not end it"
+    result = training.stop()
+    before = Vector(result.model).weights.clone()
+    assert training.is_over and result.figures["reason"] == "asked to end"
+    assert training.result is training.stop() is training.wait() is result and training.model is result.model
     assert torch.equal(Vector(training.model).weights, before)
+
+
+def test_a_run_in_the_background_may_come_to_its_own_end(tmp_path: Path) -> None:
+    training = start(Blobs(), Averaging(), Sim(2), steps=4, run_dir=tmp_path / "run", progress=Progress())
+    assert training.wait(60).figures["reason"] == "all steps made"
+    assert training.model is training.result.model
+
+
+def test_the_repr_of_a_run_in_the_background_says_how_far_it_is(tmp_path: Path) -> None:
+    gate, evaluated = threading.Event(), threading.Event()
+
+    class Gated(Progress):
+        """Holds the run after its second evaluation."""
+
+        def evaluation(self, metrics: dict[str, float], time: float, step: int) -> None:
+            if step >= 10:
+                evaluated.set()
+                assert gate.wait(60)
+
+    task = Blobs()
+    options: dict[str, Any] = {"steps": 40, "evaluate_every": 5 * 2 * task.batch_size / 1000}
+    training = start(task, Averaging(tau=5), Sim(2), run_dir=tmp_path / "run", progress=Gated(), **options)
+    assert evaluated.wait(60)
+    assert re.fullmatch(r"Training\(training, step 1\d of 40, error=0\.\d+\)", repr(training)), repr(training)
+    gate.set()
+    result = training.wait()
+    assert repr(training) == f"Training(over, all steps made, {result!r})"
+    failed = start(task, patience=0, run_dir=tmp_path / "failed", progress=Progress())
+    with pytest.raises(UsageError):
+        failed.wait()
+    assert repr(failed) == "Training(failed, UsageError: patience must be at least 1 evaluation, not 0)"
+
+
+def test_the_repr_of_a_resumed_part_counts_from_the_start_of_the_run() -> None:
+    followed = FollowedProgress(Progress())
+    assert str(followed) == "starting"
+    followed.begin("digits", ["worker-0", "worker-1"], 300)
+    followed.resumed(200)
+    for worker in range(2):
+        followed.meter(Meter(f"worker-{worker}", steps=100 + 20 * worker), 1.0)
+    assert str(followed) == "training, step 310 of 500"
 
 
 def test_a_run_in_the_background_whose_handle_is_dropped_ends(tmp_path: Path) -> None:
@@ -73,9 +122,50 @@ def test_a_run_in_the_background_whose_handle_is_dropped_ends(tmp_path: Path) ->
     assert json.loads((tmp_path / "run" / "run.json").read_text())["reason"] == "asked to end"
 
 
-def test_the_error_of_a_run_in_the_background_comes_out_where_it_is_looked_at(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="patience"):
-        _ = start(Blobs(), patience=0, run_dir=tmp_path / "run").model
+def test_the_error_of_a_run_in_the_background_is_raised_by_everything_that_would_return_its_result(
+    tmp_path: Path,
+) -> None:
+    training = start(Blobs(), patience=0, run_dir=tmp_path / "run", progress=Progress())
+    for look in (training.wait, training.stop, lambda: training.result, lambda: training.model):
+        with pytest.raises(UsageError, match="patience"):
+            look()
+
+
+def test_start_up_and_training_are_timed_apart(tmp_path: Path) -> None:
+    began = time.monotonic()
+    figures = train_quietly(Blobs(), Averaging(tau=5), Local(2), tmp_path / "local", seconds=1.0).figures
+    wall_seconds = time.monotonic() - began
+    assert figures["startup_seconds"] > 0 and figures["seconds"] >= 1.0
+    assert figures["startup_seconds"] + figures["seconds"] <= figures["wall_seconds"] <= wall_seconds
+    simulated = train_quietly(Blobs(), Averaging(tau=5), Sim(2), tmp_path / "sim", steps=4).figures
+    assert simulated["startup_seconds"] == 0.0
+
+
+class Loaded(Blobs):
+    """Remembers when its data was loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded_at: list[float] = []
+
+    def train_data(self) -> Any:
+        data = super().train_data()
+        self.loaded_at.append(time.monotonic())
+        return data
+
+
+def test_start_up_counts_from_the_call_until_training_first_begins(tmp_path: Path) -> None:
+    parts: list[float] = []
+
+    class Restarting(Assassin):
+        def training(self, startup_seconds: float, time: float) -> None:
+            parts.append(startup_seconds)
+
+    task, killer, began = Loaded(), Restarting(["hub"], steps=300), time.monotonic()
+    goal: dict[str, Any] = {"steps": 1000, "checkpoint_seconds": 0.05}
+    result = run(task, Averaging(tau=5), Local(2), run_dir=tmp_path / "run", progress=killer, **goal)
+    assert len(parts) == 2, "one for each part"
+    assert result.figures["startup_seconds"] == parts[0] > task.loaded_at[0] - began, "loading data is a part of it"
 
 
 class Scheduled(Blobs):
@@ -100,7 +190,7 @@ def test_single_equals_a_plain_loop(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = task.model()
     optimizer = task.optimizer(model)
-    from tether.task import Batches
+    from tether.learner.data import Batches
 
     for _, batch in zip(range(30), Batches(task, task.train_data(), seed=0), strict=False):
         optimizer.zero_grad()
@@ -110,7 +200,7 @@ def test_single_equals_a_plain_loop(tmp_path: Path) -> None:
 
 
 class Nosy(Progress):
-    """A display that takes note of everything."""
+    """A display that remembers what it was called with."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -177,7 +267,7 @@ def test_the_run_directory_is_named_after_the_run_and_never_reused(
         run(Blobs(), Single(), Sim(1), steps=2, progress=quiet, run_dir=first)
 
 
-def test_what_is_no_task_or_no_protocol_is_refused() -> None:
+def test_an_object_that_is_not_a_task_or_not_a_protocol_is_refused() -> None:
     with pytest.raises(UsageError, match=r"write Blobs\(\)"):
         run(Blobs, steps=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"such as tether.Averaging\(\)"):
@@ -197,7 +287,7 @@ def test_a_parameter_outside_the_model_is_refused(tmp_path: Path) -> None:
 
 
 class Unlearning(Task):
-    """Its metric is no number."""
+    """Its metric is not a number."""
 
     batch_size = 1
 
@@ -215,7 +305,7 @@ class Unlearning(Task):
         return {"error": float("nan")}
 
 
-def test_a_metric_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+def test_a_metric_that_is_not_a_number_is_null_in_json(tmp_path: Path) -> None:
     result = train_quietly(Unlearning(), Single(), Sim(1), tmp_path / "run", steps=4)
     assert result.figures["metrics"] == {"error": None}
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
@@ -251,7 +341,7 @@ def test_the_optimizer_at_the_hub_is_the_tasks_own_with_its_groups(
     assert largest_difference(alone.model, together.model) < 1e-5
 
 
-def test_a_warm_start_begins_with_the_other_protocol_and_goes_on_from_its_model(tmp_path: Path) -> None:
+def test_a_warm_up_trains_with_the_other_protocol_and_hands_over_its_model(tmp_path: Path) -> None:
     hard, soft = Server(sync="hard"), Server(sync="async")
     goal = {"epochs": 4, "warmup": hard, "warmup_epochs": 2}
     result = train_quietly(Blobs(), soft, Sim(3), tmp_path / "run", **goal)
@@ -289,7 +379,7 @@ def test_a_run_that_was_stopped_in_its_warm_up_is_resumed_there(tmp_path: Path) 
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
-# the first is a program of the README, which runs as such
+# the README contains digits.py, and its programs run in a test of their own
 @pytest.mark.parametrize("example", [name for name in EXAMPLES if name != "digits.py"])
 def test_every_example_runs(example: str, tmp_path: Path) -> None:
     done = subprocess.run(
@@ -318,7 +408,7 @@ def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
 
 
 class Staged(Blobs):
-    """Its metrics are those of a list, one evaluation after another; the untrained model has the first of them too."""
+    """Its evaluations return the metrics of a list in turn; the untrained model has the first of them too."""
 
     def __init__(self, *metrics: dict[str, float]) -> None:
         super().__init__()
@@ -338,12 +428,12 @@ class Staged(Blobs):
     ],
     ids=["error", "error-before-loss", "accuracy-rises", "nan"],
 )
-def test_a_run_ends_when_its_metric_has_not_got_better_for_so_many_evaluations(
+def test_a_run_with_patience_ends_after_that_many_evaluations_without_improvement(
     metrics: list[dict[str, float]], evaluations: int, tmp_path: Path
 ) -> None:
     result = train_quietly(Staged(*metrics), Single(), Sim(1), tmp_path / "run", patience=2)
     assert result.figures["reason"] == "no better for 2 evaluations"
-    assert len(result.history) == evaluations + 1  # and the last one, of the model it ended with
+    assert len(result.history) == evaluations + 1  # and one more, of the final model
     assert json.loads((tmp_path / "run" / "run.json").read_text())["request"]["patience"] == 2
 
 
@@ -351,17 +441,17 @@ def test_a_run_with_patience_gives_the_best_model_seen_and_is_resumed_from_the_n
     falling = [{"error": error} for error in (0.5, 0.3, 0.4, 0.3, 0.4, 0.5)]  # the last but one ends it
     best = train_quietly(Staged(*falling), Single(), Sim(1), tmp_path / "run", patience=3)
     assert best.metrics == {"error": 0.3} and best.history[3]["step"] == best.figures["model_step"]
-    assert best.figures["steps"] == best.history[-1]["step"] > best.figures["model_step"], "of equals the last"
+    assert best.figures["steps"] == best.history[-1]["step"] > best.figures["model_step"], "on ties, the most recent"
     until_then = train_quietly(Blobs(), Single(), Sim(1), tmp_path / "then", steps=best.figures["model_step"])
     assert until_then.figures["digest"] == best.figures["digest"] == digest(Vector(best.model).weights)
     assert until_then.figures["model_step"] == until_then.figures["steps"]
-    told = f"the model is that of step {best.figures['model_step']}, the best that was seen"
-    assert told in (tmp_path / "run" / "metrics.jsonl").read_text()
+    note = f"the model is that of step {best.figures['model_step']}, the best that was seen"
+    assert note in (tmp_path / "run" / "metrics.jsonl").read_text()
 
     quiet = make_progress(quiet=True)
     further = resume(tmp_path / "run", Staged({"error": 0.35}), progress=quiet)
     assert further.history[0]["step"] > best.figures["steps"]
-    assert further.figures["digest"] == best.figures["digest"], "nothing better has come"
+    assert further.figures["digest"] == best.figures["digest"], "no better model was found"
     better = resume(tmp_path / "run", Staged({"error": 0.2}), progress=quiet)
     assert better.metrics == {"error": 0.2} and better.figures["model_step"] == better.figures["steps"]
 
@@ -372,7 +462,7 @@ def test_a_target_that_is_reached_counts_for_more_than_the_best_model(tmp_path: 
     assert result.metrics == {"error": 0.2, "loss": 1} and result.figures["model_step"] == result.figures["steps"]
 
 
-def test_patience_of_the_task_counts_only_where_the_run_says_nothing_of_its_length(tmp_path: Path) -> None:
+def test_the_tasks_patience_applies_only_if_the_run_is_given_no_goal(tmp_path: Path) -> None:
     task = Staged({"error": 0.5})
     task.patience = 3
     assert train_quietly(task, Single(), Sim(1), tmp_path / "own").figures["reason"] == "no better for 3 evaluations"
@@ -382,14 +472,14 @@ def test_patience_of_the_task_counts_only_where_the_run_says_nothing_of_its_leng
         assert reason == ("no better for 1 evaluation" if "patience" in goal else "all steps made")
 
 
-def test_patience_is_resumed_and_counts_from_there_on(tmp_path: Path) -> None:
+def test_a_resumed_run_counts_its_patience_from_the_resume(tmp_path: Path) -> None:
     train_quietly(Staged({"error": 0.5}), Single(), Sim(1), tmp_path / "run", patience=2)
     quiet = make_progress(quiet=True)
     further = resume(tmp_path / "run", Staged({"error": 0.5}), progress=quiet)
     assert further.figures["reason"] == "no better for 2 evaluations" and len(further.history) == 4
 
 
-def test_patience_that_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_invalid_patience_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="at least 1 evaluation, not 0"):
         train_quietly(Blobs(), Single(), Sim(1), tmp_path / "zero", patience=0)
     for metrics in ({}, {"score": 1.0}):
@@ -402,7 +492,7 @@ class Talkative(Blobs):
         return "eight rows were chosen"
 
 
-def test_what_a_task_notes_is_shown_and_kept_once(tmp_path: Path) -> None:
+def test_the_note_of_a_task_is_shown_and_stored_once(tmp_path: Path) -> None:
     run(Talkative(), Server(), Sim(2), epochs=2, warmup=Server(sync="hard"), run_dir=tmp_path / "run")
     assert (tmp_path / "run" / "metrics.jsonl").read_text().count("eight rows were chosen") == 1
 
@@ -426,7 +516,7 @@ def test_a_task_says_which_protocol_suits_it_and_a_run_may_say_otherwise(tmp_pat
         ({"name": "server", "synch": "async"}, "unknown option of protocol server 'synch'.*Did you mean 'sync'"),
     ],
 )
-def test_a_task_whose_protocol_there_is_not_is_refused(
+def test_a_task_that_names_an_unknown_protocol_is_refused(
     tmp_path: Path, description: dict[str, str], reason: str
 ) -> None:
     task = Blobs()

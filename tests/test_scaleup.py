@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tether import scaleup
+from tether.bench import scaleup
+from tether.core.vector import Vector
 from tether.errors import UsageError
-from tether.learner import build_model
-from tether.vector import Vector
+from tether.learner.learner import build_model
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def shared_by_processes() -> set[Path]:
 def test_every_system_makes_samples(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = shared_by_processes()
     few = [("few_train.csv", 0.6)]
-    report = scaleup.scaleup(folder, models=few, batch_sizes=[2], large_models=[], repeats=1, seconds=0.3)
+    report = scaleup.scaleup(folder, models=few, batch_sizes=[2], large_models=[], rounds=1, seconds=0.3)
     speeds = {row["what"]: row["samples_per_second"] for row in report["rows"] if row["samples_per_second"]}
     assert speeds.keys() == scaleup.SYSTEMS.keys() and all(speed > 0 for speed in speeds.values())
     steps = {row["what"]: row["GB_per_second"] for row in report["rows"] if row["GB_per_second"]}
@@ -57,7 +57,7 @@ def test_every_system_makes_samples(folder: Path, capfd: pytest.CaptureFixture[s
 def test_touched_rows_are_compared_with_all_rows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(scaleup.SYSTEMS, scaleup.INLINE, lambda task, seconds: 10.0 if task.by_rows else 2.0)
     few = [("few_train.csv", 0.6)]
-    report = scaleup.scaleup(folder, models=[], large_models=few, repeats=1, seconds=0.01)
+    report = scaleup.scaleup(folder, models=[], large_models=few, rounds=1, seconds=0.01)
     assert report["ratios"]["touched rows over all rows, 0.6 MB"] == 5
 
 

@@ -1,4 +1,4 @@
-"""A learning-rate schedule means one thing: it is a function of how far the run is, whoever steps and however it began.
+"""A learning-rate schedule is a function of how far the run is, whichever node steps and however the run began.
 
 `python tests/test_schedule.py` prints the rates at given samples, protocol by protocol.
 """
@@ -15,16 +15,17 @@ import torch
 from torch.optim import lr_scheduler
 
 from tether import Averaging, Elastic, Faults, Grid, Length, Mpca, Server, Sim, Single
-from tether.checkpoint import Restored
+from tether.core.effects import Checkpoint
+from tether.core.machine import Node, Replica
 from tether.errors import RunError
-from tether.learner import Learner
-from tether.machine import Checkpoint, Node, Replica
-from tether.plan import Request, RunPlan
+from tether.execution.checkpoint import Restored
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.learner.learner import Learner
 from tether.protocols import Options
-from tether.runtimes.base import NodeStates
+from tether.runtimes.base import NodeStates, NullObserver
 from tether.runtimes.interpreter import Recorder
-from tether.swarm import Nobody
-from tether.testing import Blobs
+from tether.testing.conformance import Blobs
 
 WORKERS = 4
 BATCH = 10
@@ -44,7 +45,7 @@ Make = Callable[[torch.optim.Optimizer, Length], Any]
 
 
 class Falling(Blobs):
-    """Half the rate after each of the run's quarters."""
+    """Halves the rate after each quarter of the run."""
 
     def __init__(self, make: Make | None = None) -> None:
         super().__init__(batch_size=BATCH, norm=False, momentum=0.0)
@@ -60,7 +61,7 @@ class Falling(Blobs):
 
 
 class Watched(RunPlan):
-    """A plan that notes the rate of every step and how many samples the run had had."""
+    """A plan that remembers the rate of every step and how many samples the run had seen."""
 
     def recorder(self, node: Node, replica: Replica) -> Recorder | None:
         assert isinstance(replica, Learner)
@@ -79,7 +80,7 @@ class Watched(RunPlan):
         return vars(self).setdefault("_rates", [])
 
 
-class Keeper(Nobody):
+class Keeper(NullObserver):
     def __init__(self) -> None:
         self.kept: list[Restored] = []
 
@@ -113,7 +114,7 @@ def expected(samples: int) -> float:
 
 
 def wrong(rates: list[tuple[str, int, float]], slack: int) -> list[tuple[str, int, float]]:
-    """Steps whose rate is that of no place within so many samples."""
+    """Steps whose rate is not the expected one anywhere within `slack` samples."""
     return [
         row
         for row in rates
@@ -136,7 +137,7 @@ def replaced(options: Options) -> list[tuple[str, int, float]]:
 
 
 def restarted(options: Options) -> list[tuple[str, int, float]]:
-    """What `run` does when the nodes that it cannot go on without have died: plan again from the last checkpoint."""
+    """What `run` does when vital nodes have died: plan again from the last checkpoint."""
     workers = min(WORKERS, options.workers_max or WORKERS)
     faults = Faults()
     for name in options.vital or [f"worker-{index}" for index in range(workers)]:
@@ -168,7 +169,7 @@ CASES: dict[str, Callable[[Options], list[tuple[str, int, float]]]] = {
 def test_the_rate_follows_from_the_samples_so_far(name: str, case: str) -> None:
     options = PROTOCOLS[name]
     if options.workers_max == 1 and case in ("replaced",):
-        pytest.skip("one learner is not replaced")
+        pytest.skip("a single worker is not replaced")
     rates = CASES[case](options)
     assert {rate for _, _, rate in rates} >= {expected(2500), expected(3500)}
     # a step of the run is 40 samples; a worker knows where the run is to within what it was dealt ahead
@@ -176,7 +177,7 @@ def test_the_rate_follows_from_the_samples_so_far(name: str, case: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in PROTOCOLS if name != "single"])
-def test_a_replacement_has_the_rate_of_its_peers(name: str) -> None:
+def test_a_replacement_has_the_rate_of_the_other_workers(name: str) -> None:
     rates = replaced(PROTOCOLS[name])
     assert not [row for row in rates if row[0] == "worker-1~2" and row[2] > expected(1000)]
 

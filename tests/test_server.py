@@ -1,4 +1,4 @@
-"""The parameter server as Rudra's paper tells it: events in and effects out, then its figures in the simulator."""
+"""The parameter server as Rudra's paper describes it: events in, effects out; then its figures in the simulator."""
 
 from __future__ import annotations
 
@@ -17,47 +17,43 @@ from hypothesis import strategies as st
 import test_protocols
 from test_protocols import gives, gradient, machine, of_kind, started
 from tether import Faults, Server, Sim, StepTime
-from tether.errors import InvariantBroken, UsageError
-from tether.machine import (
+from tether.core.effects import (
     Broadcast,
-    Broadcasted,
     Checkpoint,
     Compute,
     Effect,
     Evaluate,
-    Event,
     Fail,
     Finish,
     Install,
-    PeerJoined,
-    PeerLost,
-    Received,
     Record,
     Send,
-    Started,
     Step,
-    StopRequested,
-    snapshot,
 )
-from tether.plan import Request, RunPlan
-from tether.protocols.pushes import Current, Got, Mark, Pull, Push, Refused, Weights
-from tether.protocols.server import UNANSWERED_MAX
-from tether.runtimes.base import Outcome
-from tether.swarm import Nobody, simulate
+from tether.core.events import Broadcasted, Event, PeerJoined, PeerLost, Received, Started, StopRequested
+from tether.core.message import Stream
+from tether.core.snapshot import snapshot
+from tether.errors import InvariantBroken, UsageError
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.protocols.server.messages import Current, DowncastArrived, Mark, Pull, Push, Refused, Weights
+from tether.protocols.server.worker import UNANSWERED_MAX
+from tether.runtimes.base import NullObserver, Outcome
 from tether.task import SyntheticTask
+from tether.testing.swarm import simulate
 
 ZEROS = [0.0, 0.0]
 SOFT = Server(sync="soft")
 ASYNC = Server(sync="async")
 OVERLAP = Server(sync="async", overlap=True)
 TREE = Server(sync="soft", topology="tree", fan_out=2)
-#: whose learning rate is the task's, so that sums can be compared
+#: with the task's own learning rate, so that sums can be compared
 HARD = Server(rate="none")
 HARD_TREE = Server(topology="tree", fan_out=2, rate="none")
 
 
 def push(
-    learner: str,
+    worker: str,
     values: list[float] = ZEROS,
     *,
     clock: int = 0,
@@ -66,38 +62,38 @@ def push(
     buffers: Any = (),
     have: int | None = -1,
 ) -> Received:
-    """A learner's own push; it is number clock + 1 and asks for weights newer than those it was taken at."""
-    mark = Mark(learner, clock + 1 if number is None else number, clock)
-    told = clock if have == -1 else have
-    return Received(learner, Push((mark,), torch.tensor(values), torch.tensor(list(buffers)), samples, told))
+    """A worker's own push; it has number clock + 1 and asks for weights newer than those of its clock."""
+    mark = Mark(worker, clock + 1 if number is None else number, clock)
+    asked = clock if have == -1 else have
+    return Received(worker, Push((mark,), torch.tensor(values), torch.tensor(list(buffers)), samples, asked))
 
 
 def play(machine: Any, *events: Event, now: float = 0.0) -> list[Effect]:
-    """As there; what learners push to a hub is of the next mini-batch that they were dealt."""
+    """As `test_protocols.play`, but a push to a hub is of the next mini-batch that its worker was dealt."""
     effects: list[Effect] = []
     for event in events:
-        if hasattr(machine, "pace") and isinstance(event, Received) and isinstance(event.message, Push):
-            marks = tuple(of_dealt(machine, mark) for mark in event.message.marks)
+        if hasattr(machine, "progress") and isinstance(event, Received) and isinstance(event.message, Push):
+            marks = tuple(with_dealt_batch(machine, mark) for mark in event.message.marks)
             event = Received(event.sender, msgspec.structs.replace(event.message, marks=marks))
         effects = test_protocols.play(machine, event, now=now)
     return effects
 
 
-def of_dealt(hub: Any, mark: Mark) -> Mark:
-    taken, ledger = vars(hub).setdefault("taken", {}), hub.pace.ledger
-    key = mark.learner, mark.number
-    if key not in taken and mark.learner in ledger.members:
-        taken[key] = (ledger.held[mark.learner] or ledger.deal(mark.learner, 1))[0]
+def with_dealt_batch(hub: Any, mark: Mark) -> Mark:
+    taken, ledger = vars(hub).setdefault("taken", {}), hub.progress.ledger
+    key = mark.worker, mark.number
+    if key not in taken and mark.worker in ledger.members:
+        taken[key] = (ledger.held[mark.worker] or ledger.deal(mark.worker, 1))[0]
     return msgspec.structs.replace(mark, batches=(taken[key],) if key in taken else ())
 
 
 def bundle(sender: str, marks: list[Mark], values: list[float] = ZEROS, have: int | None = 0) -> Received:
-    """What an aggregator sends upwards, of one sample each."""
+    """An aggregator's push, with one sample of each gradient."""
     return Received(sender, Push(tuple(marks), torch.tensor(values), torch.zeros(0), len(marks), have))
 
 
-def pull(learner: str, have: int = -1, length: int = 2) -> Received:
-    return Received(learner, Pull(have, length))
+def pull(worker: str, have: int = -1, length: int = 2) -> Received:
+    return Received(worker, Pull(have, length))
 
 
 def weights(clock: int, values: list[float] = ZEROS, push: bool = False) -> Received:
@@ -106,7 +102,7 @@ def weights(clock: int, values: list[float] = ZEROS, push: bool = False) -> Rece
 
 def downcast(clock: int, values: list[float] = ZEROS) -> Broadcasted:
     members = ("hub", "worker-0", "worker-1")
-    return Broadcasted("weights", members, Weights(clock, torch.tensor(values)))
+    return Broadcasted(Stream("weights"), members, Weights(clock, torch.tensor(values)))
 
 
 def everybody(options: Server, workers: int) -> Started:
@@ -114,12 +110,12 @@ def everybody(options: Server, workers: int) -> Started:
 
 
 def answers(effects: list[Effect]) -> dict[str, Any]:
-    """Who was sent what."""
+    """The message that each node was sent."""
     return {send.to: send.message for send in of_kind(effects, Send)}
 
 
 def steps(effects: list[Effect]) -> list[tuple[list[float], float]]:
-    """The gradients stepped with and their rates."""
+    """The gradient and the rate of each step."""
     return [(step.gradient.tolist(), step.rate) for step in of_kind(effects, Step)]
 
 
@@ -130,7 +126,7 @@ def pushed(effects: list[Effect]) -> list[Push]:
 # ---- section 3.1: staleness -----------------------------------------------------------------------------------------
 
 
-def test_rudra_eq2_average_staleness_is_the_clock_before_the_update_less_the_mean_of_the_vector_clock() -> None:
+def test_rudra_eq2_average_staleness_is_the_clock_before_the_update_minus_the_mean_of_the_vector_clock() -> None:
     hub = machine(Server(sync="soft", n=1), workers=3)
     play(hub, started(3))
     for update in range(4):
@@ -156,13 +152,13 @@ def test_rudra_section_3_2_every_update_has_its_vector_clock_in_the_metrics() ->
 
 
 @pytest.mark.parametrize("options", [HARD, SOFT, ASYNC], ids=lambda options: options.sync)
-def test_a_gradient_of_the_future_breaks_an_invariant(options: Server) -> None:
+def test_a_gradient_with_a_later_clock_than_the_hub_breaks_an_invariant(options: Server) -> None:
     hub = machine(options)
     with pytest.raises(InvariantBroken, match=r"clock=1, .* was pushed at clock 0"):
         play(hub, started(), push("worker-0", clock=1))
 
 
-def test_a_stale_gradient_of_a_living_learner_breaks_an_invariant_of_hardsync() -> None:
+def test_a_stale_gradient_of_a_living_worker_breaks_an_invariant_of_hardsync() -> None:
     hub = machine(HARD)
     play(hub, started(), push("worker-0"), push("worker-1"))
     with pytest.raises(InvariantBroken, match=r"clock=0, .* was pushed at clock 1 of hardsync"):
@@ -172,7 +168,7 @@ def test_a_stale_gradient_of_a_living_learner_breaks_an_invariant_of_hardsync() 
 # ---- section 3.1: hardsync ------------------------------------------------------------------------------------------
 
 
-def test_rudra_eq3_hardsync_averages_one_gradient_of_each_learner() -> None:
+def test_rudra_eq3_hardsync_averages_one_gradient_of_each_worker() -> None:
     hub = machine(HARD, workers=3)
     play(hub, started(3))
     assert play(hub, push("worker-2", [1.0, 0.0]), push("worker-0", [2.0, 4.0])) == []
@@ -188,7 +184,7 @@ def test_rudra_eq7_gradients_count_by_their_samples() -> None:
     hub = machine(HARD)
     effects = play(hub, started(), push("worker-0", [4.0, 8.0], samples=3), push("worker-1", [8.0, 0.0]))
     assert steps(effects) == [([5.0, 6.0], 1.0)]
-    assert hub.pace.position == 2
+    assert hub.progress.position == 2
 
 
 def test_buffers_are_averaged_by_their_samples_and_installed_behind_the_parameters() -> None:
@@ -199,7 +195,7 @@ def test_buffers_are_averaged_by_their_samples_and_installed_behind_the_paramete
 
 
 @pytest.mark.parametrize(("options", "node"), [(HARD, "hub"), (HARD_TREE, "aggregator-0")])
-def test_nobody_writes_into_the_gradients_that_were_sent(options: Server, node: str) -> None:
+def test_no_receiver_writes_into_the_gradients_that_were_sent(options: Server, node: str) -> None:
     receiver = machine(options, node, vector=(0.0, 0.0, 0.0), buffers=1)
     pushes = [push(f"worker-{i}", [1.0, 2.0], samples=2, buffers=[3.0]) for i in range(2)]
     play(receiver, everybody(options, 2), *pushes)
@@ -226,11 +222,16 @@ def test_the_hub_ends_the_run_after_the_last_round_and_sends_nothing_more() -> N
         Checkpoint(1, 16, {"clock": 1}, final=True),
         Finish("all steps made"),
     )
-    for event in (PeerLost("worker-0"), pull("worker-1"), push("worker-1", clock=1), Received("worker-0", Got(1))):
+    for event in (
+        PeerLost("worker-0"),
+        pull("worker-1"),
+        push("worker-1", clock=1),
+        Received("worker-0", DowncastArrived(1)),
+    ):
         assert play(hub, event) == []
 
 
-def test_a_continued_hub_goes_on_with_its_clock() -> None:
+def test_a_resumed_hub_continues_with_its_clock() -> None:
     hub = machine(HARD, first_step=12, restored={"clock": 30})
     assert answers(play(hub, started(), pull("worker-0")))["worker-0"].clock == 30
     (checkpoint,) = of_kind(play(hub, StopRequested("enough")), Checkpoint)
@@ -243,43 +244,43 @@ def test_a_continued_hub_goes_on_with_its_clock() -> None:
 def test_rudra_eq4_async_applies_each_gradient_at_once() -> None:
     hub = machine(Server(sync="async", rate="none"), workers=3)
     play(hub, started(3))
-    for clock, learner in enumerate(["worker-1", "worker-1", "worker-0"]):
+    for clock, worker in enumerate(["worker-1", "worker-1", "worker-0"]):
         number = clock + 1
-        effects = play(hub, push(learner, [float(number), 0.0], clock=clock))
+        effects = play(hub, push(worker, [float(number), 0.0], clock=clock))
         assert gives(
             effects,
             Step(torch.tensor([float(number), 0.0])),
             Record({"clock": number, "clocks": [clock], "staleness": 0.0}, staleness=(0,)),
-            Send(learner, Weights(number, snapshot(), push=True)),
+            Send(worker, Weights(number, snapshot(), push=True)),
         )
 
 
-@pytest.mark.parametrize(("learners", "n"), [(5, 1), (5, 2), (5, 3), (5, 5), (8, 3), (30, 4)])
-def test_rudra_eq5_softsync_averages_c_gradients(learners: int, n: int) -> None:
-    hub = machine(Server(sync="soft", n=n, rate="none"), workers=learners)
-    play(hub, started(learners))
-    c = learners // n
+@pytest.mark.parametrize(("workers", "n"), [(5, 1), (5, 2), (5, 3), (5, 5), (8, 3), (30, 4)])
+def test_rudra_eq5_softsync_averages_c_gradients(workers: int, n: int) -> None:
+    hub = machine(Server(sync="soft", n=n, rate="none"), workers=workers)
+    play(hub, started(workers))
+    c = workers // n
     for i in range(c - 1):
         waiting = play(hub, push(f"worker-{i}", [float(i), 1.0]))
-        assert gives(waiting, Send(f"worker-{i}", Current(push=True))), "nothing newer yet, and nobody waits"
+        assert gives(waiting, Send(f"worker-{i}", Current(push=True))), "nothing newer yet, and no worker waits"
     effects = play(hub, push(f"worker-{c - 1}", [float(c - 1), 1.0]))
     assert steps(effects) == [([pytest.approx((c - 1) / 2), pytest.approx(1.0)], 1.0)]
     assert answers(effects) == {f"worker-{c - 1}": Weights(1, snapshot(), push=True)}
 
 
-def test_softsync_takes_several_gradients_of_one_learner() -> None:
+def test_softsync_takes_several_gradients_of_one_worker() -> None:
     hub = machine(Server(sync="soft", rate="none"), workers=2)
     play(hub, started(2), push("worker-0", [2.0, 0.0]))
     assert steps(play(hub, push("worker-0", [4.0, 2.0], number=2))) == [([3.0, 1.0], 1.0)]
 
 
-def test_a_softsync_step_is_as_many_gradients_as_there_are_learners() -> None:
+def test_a_softsync_step_is_one_gradient_for_each_worker() -> None:
     hub = machine(Server(sync="soft", n=2), workers=4)
     play(hub, started(4))
     made = []
     for number in range(8):
         play(hub, push(f"worker-{number % 4}", number=number + 1, clock=0))
-        made.append(hub.pace.step)
+        made.append(hub.progress.step)
     assert made == [0, 0, 0, 1, 1, 1, 1, 2]
 
 
@@ -298,14 +299,14 @@ def test_rudra_eq6_softsync_divides_the_rate_by_n(n: int) -> None:
     )
 
 
-def test_rudra_eq6_async_divides_the_rate_by_the_number_of_learners() -> None:
+def test_rudra_eq6_async_divides_the_rate_by_the_number_of_workers() -> None:
     options = replace(ASYNC, rate="1/n")
     assert rate_of(options, push("worker-3"), workers=5) == 1 / 5
     assert rate_of(options, PeerLost("worker-0"), push("worker-3"), workers=5) == 1 / 4
 
 
 @pytest.mark.parametrize("options", [ASYNC, SOFT], ids=lambda options: options.sync)
-def test_by_default_the_rate_is_the_tasks_own_and_momentum_is_lessened_by_staleness(options: Server) -> None:
+def test_by_default_the_rate_is_the_tasks_own_and_momentum_is_reduced_by_staleness(options: Server) -> None:
     hub = machine(options, workers=1)
     play(hub, started(1))
     pushes = [push("worker-0", clock=0, number=number) for number in range(1, 5)]
@@ -313,7 +314,7 @@ def test_by_default_the_rate_is_the_tasks_own_and_momentum_is_lessened_by_stalen
     assert [(step.rate, step.staleness) for step in made] == [(1, 0), (1, 1), (1, 2), (1, 3)]
 
 
-def test_beyond_eight_learners_the_rate_falls_with_staleness_as_rudra_found_necessary() -> None:
+def test_beyond_eight_workers_the_rate_falls_with_staleness_as_rudra_found_necessary() -> None:
     hub = machine(ASYNC, workers=1)
     play(hub, started(1))
     pushes = [push("worker-0", clock=0, number=number) for number in range(1, 33)]
@@ -321,7 +322,7 @@ def test_beyond_eight_learners_the_rate_falls_with_staleness_as_rudra_found_nece
     assert set(rates[:8]) == {1.0} and rates[15] == 1 / 2 and rates[31] == 1 / 4
 
 
-def test_in_hardsync_momentum_is_as_the_task_has_it() -> None:
+def test_in_hardsync_momentum_is_the_tasks_own() -> None:
     (step,) = of_kind(play(machine(Server(), workers=1), started(1), push("worker-0")), Step)
     assert step.staleness == 0 and step.rate == 1
 
@@ -335,13 +336,13 @@ def test_rudra_section_3_2_hardsync_multiplies_the_rate_by_the_root_of_lambda_mu
 
 
 @pytest.mark.parametrize("batch", [1, 4, 128])
-def test_the_rate_was_chosen_for_the_mini_batch_of_the_task_unless_told_otherwise(batch: int) -> None:
+def test_by_default_the_rate_was_chosen_for_the_mini_batch_of_the_task(batch: int) -> None:
     everyone = [push(f"worker-{i}") for i in range(3)]
     assert rate_of(Server(), *everyone, workers=3, batch_size=batch) == pytest.approx(math.sqrt(3))
     assert rate_of(Server(), push("worker-0"), workers=1, batch_size=batch) == 1.0
 
 
-def test_the_root_counts_the_learners_present() -> None:
+def test_the_root_counts_the_workers_present() -> None:
     events = [PeerLost("worker-0"), push("worker-1"), push("worker-2")]
     assert rate_of(Server(reference_batch=8), *events, workers=3, batch_size=4) == 1.0
 
@@ -373,15 +374,15 @@ def test_footnote_3_scales_a_bundle_by_the_mean_of_its_gradients() -> None:
 # ---- section 3.2: pulling -------------------------------------------------------------------------------------------
 
 
-def test_rudra_section_3_1_a_learner_pulls_computes_and_pushes() -> None:
-    learner = machine(HARD, "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
-    assert gives(play(learner, started()), Send("hub", Pull(-1, 3)))
+def test_rudra_section_3_1_a_worker_pulls_computes_and_pushes() -> None:
+    worker = machine(HARD, "worker-0", vector=(0.0, 0.0, 5.0), buffers=1)
+    assert gives(play(worker, started()), Send("hub", Pull(-1, 3)))
     pulled = Weights(4, torch.tensor([1.0, 2.0, 3.0]))
-    assert gives(play(learner, Received("hub", pulled)), Install(pulled.values), Compute("flat"))
+    assert gives(play(worker, Received("hub", pulled)), Install(pulled.values), Compute("dense"))
     expected = Push((Mark("worker-0", 1, 4, (0,)),), torch.tensor([0.5, 0.25]), snapshot(2), samples=16, have=4)
-    assert gives(play(learner, gradient((0.5, 0.25), samples=16)), Send("hub", expected))
+    assert gives(play(worker, gradient((0.5, 0.25), samples=16)), Send("hub", expected))
     answer = Weights(5, torch.tensor([6.0, 6.0, 6.0]), push=True)
-    assert gives(play(learner, Received("hub", answer)), Install(answer.values), Compute("flat"))
+    assert gives(play(worker, Received("hub", answer)), Install(answer.values), Compute("dense"))
 
 
 def test_rudra_section_3_2_weights_that_are_current_are_not_pulled() -> None:
@@ -389,28 +390,28 @@ def test_rudra_section_3_2_weights_that_are_current_are_not_pulled() -> None:
     play(hub, started(), push("worker-0"), push("worker-1"))
     assert answers(play(hub, pull("worker-0", have=0))) == {"worker-0": Weights(1, snapshot())}
     assert answers(play(hub, pull("worker-0", have=1))) == {"worker-0": Current()}
-    learner = machine(SOFT, "worker-0")
-    play(learner, started(), weights(1), gradient())
-    assert gives(play(learner, Received("hub", Current(push=True))), Compute("flat"))
+    worker = machine(SOFT, "worker-0")
+    play(worker, started(), weights(1), gradient())
+    assert gives(play(worker, Received("hub", Current(push=True))), Compute("dense"))
 
 
-def test_a_hardsync_learner_never_takes_two_gradients_at_one_clock() -> None:
-    learner = machine(HARD, "worker-0")
-    play(learner, started(), weights(1), gradient())
-    assert play(learner, Received("hub", Current(push=True))) == []
-    assert of_kind(play(learner, weights(2)), Compute)
+def test_a_hardsync_worker_never_takes_two_gradients_at_one_clock() -> None:
+    worker = machine(HARD, "worker-0")
+    play(worker, started(), weights(1), gradient())
+    assert play(worker, Received("hub", Current(push=True))) == []
+    assert of_kind(play(worker, weights(2)), Compute)
 
 
 def test_older_weights_are_never_installed() -> None:
-    learner = machine(OVERLAP, "worker-0")
-    play(learner, started(), weights(3), downcast(5), downcast(4))
-    assert of_kind(play(learner, gradient()), Install) and learner.clock == 5
-    play(learner, weights(4))
-    assert not of_kind(play(learner, gradient()), Install) and learner.clock == 5
+    worker = machine(OVERLAP, "worker-0")
+    play(worker, started(), weights(3), downcast(5), downcast(4))
+    assert of_kind(play(worker, gradient()), Install) and worker.clock == 5
+    play(worker, weights(4))
+    assert not of_kind(play(worker, gradient()), Install) and worker.clock == 5
 
 
 @pytest.mark.parametrize(("options", "node"), [(HARD, "hub"), (TREE, "aggregator-0")])
-def test_a_learner_with_a_model_of_another_length_is_refused_and_fails(options: Server, node: str) -> None:
+def test_a_worker_with_a_model_of_another_length_is_refused_and_fails(options: Server, node: str) -> None:
     above = machine(options, node)
     play(above, everybody(options, 2))
     (send,) = play(above, pull("worker-1", length=3))
@@ -424,7 +425,7 @@ def test_a_learner_with_a_model_of_another_length_is_refused_and_fails(options: 
 # ---- deaths and newcomers -------------------------------------------------------------------------------------------
 
 
-def test_a_dead_learner_is_no_longer_waited_for() -> None:
+def test_a_dead_worker_is_no_longer_waited_for() -> None:
     hub = machine(HARD)
     play(hub, started(), push("worker-0", [2.0, 0.0]))
     effects = play(hub, PeerLost("worker-1"))
@@ -432,13 +433,13 @@ def test_a_dead_learner_is_no_longer_waited_for() -> None:
     assert answers(effects) == {"worker-0": Weights(1, snapshot(), push=True)}
 
 
-def test_softsync_needs_fewer_gradients_when_fewer_learners_are_there() -> None:
+def test_softsync_needs_fewer_gradients_when_fewer_workers_are_present() -> None:
     hub = machine(SOFT, workers=4)
     play(hub, started(4), push("worker-0"), push("worker-1"), PeerLost("worker-3"))
     assert len(steps(play(hub, PeerLost("worker-2")))) == 1
 
 
-def test_what_a_learner_pushed_before_it_died_counts() -> None:
+def test_what_a_worker_pushed_before_it_died_counts() -> None:
     hub = machine(HARD)
     assert play(hub, started(), push("worker-1", [4.0, 0.0]), PeerLost("worker-1")) == []
     effects = play(hub, push("worker-0", [2.0, 2.0]))
@@ -446,7 +447,7 @@ def test_what_a_learner_pushed_before_it_died_counts() -> None:
     assert list(answers(effects)) == ["worker-0"]
 
 
-def test_what_the_dead_left_behind_comes_too_late_for_its_round_and_is_let_go() -> None:
+def test_what_a_dead_worker_left_behind_is_discarded_if_its_round_is_over() -> None:
     hub = machine(HARD_TREE, workers=3)
     play(hub, everybody(HARD_TREE, 3), PeerLost("worker-2"), push("worker-0"), push("worker-1"))
     late = play(hub, bundle("aggregator-1", [Mark("worker-2", 1, 0)], [9.0, 9.0]))
@@ -466,7 +467,7 @@ def test_a_newcomer_pulls_the_weights_and_counts_from_this_round_on() -> None:
     assert list(answers(effects)) == ["worker-0", "worker-1~2"]
 
 
-def test_a_hub_whose_learners_all_died_goes_on_with_whoever_comes() -> None:
+def test_a_hub_whose_workers_all_died_continues_with_one_that_joins() -> None:
     hub = machine(HARD, workers=1)
     assert play(hub, started(1), PeerLost("worker-0"), PeerJoined("worker-0~2", "worker")) == []
     play(hub, pull("worker-0~2"))
@@ -482,7 +483,7 @@ def test_a_newcomer_of_another_role_is_not_waited_for() -> None:
 # ---- nothing counts twice -------------------------------------------------------------------------------------------
 
 
-def test_a_push_that_comes_again_is_answered_and_not_counted_again() -> None:
+def test_a_push_that_arrives_again_is_answered_and_not_counted_again() -> None:
     hub = machine(Server(sync="soft", rate="none"))
     play(hub, started(), push("worker-0", [2.0, 0.0]))
     assert gives(play(hub, push("worker-0", [2.0, 0.0])), Send("worker-0", Current(push=True)))
@@ -491,7 +492,7 @@ def test_a_push_that_comes_again_is_answered_and_not_counted_again() -> None:
     assert gives(play(hub, push("worker-0", [2.0, 0.0])), Send("worker-0", Weights(1, snapshot(), push=True)))
 
 
-def test_in_hardsync_a_push_that_comes_again_waits_for_its_update() -> None:
+def test_in_hardsync_a_push_that_arrives_again_waits_for_its_update() -> None:
     hub = machine(HARD_TREE, workers=3)
     first = [Mark("worker-0", 1, 0), Mark("worker-1", 1, 0)]
     play(hub, everybody(HARD_TREE, 3), bundle("aggregator-0", first, [2.0, 0.0]))
@@ -503,71 +504,71 @@ def test_in_hardsync_a_push_that_comes_again_waits_for_its_update() -> None:
 
 @pytest.mark.parametrize("options", [HARD_TREE, TREE], ids=lambda options: options.sync)
 def test_a_bundle_that_overlaps_with_what_was_counted_is_refused_whole(options: Server) -> None:
-    """Its mean cannot be taken apart; whoever is in it pushes again, for their aggregator has died."""
+    """Its mean cannot be taken apart. Its workers push again, since their aggregator has died."""
     hub = machine(options, workers=3)
     play(hub, everybody(options, 3), push("worker-0", [6.0, 0.0]))
     play(hub, bundle("aggregator-0", [Mark("worker-0", 1, 0), Mark("worker-1", 1, 0)], [60.0, 60.0]))
-    assert [mark.learner for mark in hub.sum.marks] == ["worker-0"]
+    assert [mark.worker for mark in hub.sum.marks] == ["worker-0"]
     effects = play(hub, PeerLost("aggregator-0"), push("worker-1", [3.0, 0.0]), push("worker-2", [0.0, 3.0]))
     assert [values for values, _ in steps(effects)] == [[3.0, 1.0]]
 
 
 @pytest.mark.parametrize("options", [HARD_TREE, TREE], ids=lambda options: options.sync)
-def test_whose_aggregator_dies_pushes_again_to_the_next_above(options: Server) -> None:
-    """Of five learners worker-0 is below aggregator-0, that below aggregator-3, that below the hub."""
-    learner = machine(options, "worker-0", workers=5)
-    assert [send.to for send in play(learner, everybody(options, 5))] == ["aggregator-0"]
-    assert [send.to for send in play(learner, PeerLost("aggregator-0"))] == ["aggregator-3"], "it asks again"
-    play(learner, weights(0))
-    (first,) = play(learner, gradient())
-    assert play(learner, PeerLost("aggregator-1")) == []
-    assert gives(play(learner, PeerLost("aggregator-3")), Send("hub", first.message))
-    play(learner, weights(1, push=True))
-    assert learner.under_way == []
+def test_a_worker_whose_aggregator_dies_pushes_again_to_the_next_one_above(options: Server) -> None:
+    """With five workers, worker-0 is below aggregator-0, which is below aggregator-3, which is below the hub."""
+    worker = machine(options, "worker-0", workers=5)
+    assert [send.to for send in play(worker, everybody(options, 5))] == ["aggregator-0"]
+    assert [send.to for send in play(worker, PeerLost("aggregator-0"))] == ["aggregator-3"], "it pulls again"
+    play(worker, weights(0))
+    (first,) = play(worker, gradient())
+    assert play(worker, PeerLost("aggregator-1")) == []
+    assert gives(play(worker, PeerLost("aggregator-3")), Send("hub", first.message))
+    play(worker, weights(1, push=True))
+    assert worker.under_way == []
 
 
-def test_a_newcomer_turns_to_the_first_of_those_above_who_lives() -> None:
-    learner = machine(HARD_TREE, "worker-0", workers=5)
+def test_a_newcomer_pulls_from_the_first_node_above_that_is_alive() -> None:
+    worker = machine(HARD_TREE, "worker-0", workers=5)
     members = tuple(name for name in everybody(HARD_TREE, 5).members if name != "aggregator-0")
-    assert gives(play(learner, Started(members)), Send("aggregator-3", Pull(-1, 2)))
+    assert gives(play(worker, Started(members)), Send("aggregator-3", Pull(-1, 2)))
 
 
 # ---- section 3.3: the tree ------------------------------------------------------------------------------------------
 
 
 @given(workers=st.integers(1, 200), fan_out=st.integers(2, 20))
-def test_rudra_section_3_3_aggregators_are_on_hosts_of_their_learners_and_nobody_has_too_many_below(
+def test_rudra_section_3_3_aggregators_are_on_hosts_of_their_workers_and_no_node_has_too_many_below(
     workers: int, fan_out: int
 ) -> None:
     nodes = {node.name: node for node in Server(topology="tree", fan_out=fan_out).nodes(workers)}
     below: dict[str, set[str]] = {name: set() for name in nodes}
-    learners: dict[str, set[str]] = {name: set() for name in nodes}
+    workers_below: dict[str, set[str]] = {name: set() for name in nodes}
     for node in nodes.values():
         if node.parent:
             below[node.parent].add(node.name)
         above = node.parent
         while node.computes and above:
-            learners[above].add(node.name)
+            workers_below[above].add(node.name)
             above = nodes[above].parent
     aggregators = [node for node in nodes.values() if node.role == "aggregator"]
-    assert learners["hub"] == {f"worker-{i}" for i in range(workers)}
+    assert workers_below["hub"] == {f"worker-{i}" for i in range(workers)}
     assert [node.index for node in nodes.values() if node.computes] == list(range(workers))
     assert nodes["hub"].parent == "" and nodes["hub"].host == "", "the hub is on a host of its own"
     for name in ("hub", *(node.name for node in aggregators)):
         assert 1 <= len(below[name]) <= fan_out
     for node in aggregators:
-        assert node.host and node.host in {nodes[learner].host for learner in learners[node.name]}
-        if below[node.name] <= learners["hub"]:
-            assert {nodes[learner].host for learner in below[node.name]} == {node.host}
+        assert node.host and node.host in {nodes[worker].host for worker in workers_below[node.name]}
+        if below[node.name] <= workers_below["hub"]:
+            assert {nodes[worker].host for worker in below[node.name]} == {node.host}
 
 
-def test_in_a_star_the_learners_are_below_the_hub_and_on_hosts_of_their_own() -> None:
-    hub, *learners = HARD.nodes(3)
+def test_in_a_star_the_workers_are_below_the_hub_and_on_hosts_of_their_own() -> None:
+    hub, *workers = HARD.nodes(3)
     assert (hub.name, hub.computes) == ("hub", False)
-    assert all((node.parent, node.host, node.computes) == ("hub", "", True) for node in learners)
+    assert all((node.parent, node.host, node.computes) == ("hub", "", True) for node in workers)
 
 
-def test_an_aggregator_pulls_for_all_below_it_at_once() -> None:
+def test_an_aggregator_pulls_once_for_all_below_it() -> None:
     aggregator = machine(TREE, "aggregator-0", workers=3)
     assert gives(play(aggregator, everybody(TREE, 3)), Send("hub", Pull(-1, 2)))
     assert play(aggregator, pull("worker-0"), pull("worker-1")) == []
@@ -588,15 +589,15 @@ def test_a_hardsync_aggregator_passes_on_one_mean_of_all_below_it() -> None:
     assert answers(play(aggregator, Received("hub", answer))) == {"worker-0": answer, "worker-1": answer}
 
 
-def test_a_hardsync_aggregator_does_not_wait_for_the_dead_and_waits_for_newcomers() -> None:
+def test_a_hardsync_aggregator_waits_for_newcomers_and_not_for_dead_workers() -> None:
     aggregator = machine(HARD_TREE, "aggregator-0", workers=3)
     play(aggregator, everybody(HARD_TREE, 3), weights(0), push("worker-0", [2.0, 0.0]))
     (first,) = pushed(play(aggregator, PeerLost("worker-1")))
-    assert [mark.learner for mark in first.marks] == ["worker-0"]
+    assert [mark.worker for mark in first.marks] == ["worker-0"]
     play(aggregator, weights(1, push=True), PeerJoined("worker-1~2", "worker"))
     assert pushed(play(aggregator, push("worker-0", clock=1))) == []
     (second,) = pushed(play(aggregator, push("worker-1~2", clock=1)))
-    assert [mark.learner for mark in second.marks] == ["worker-0", "worker-1~2"]
+    assert [mark.worker for mark in second.marks] == ["worker-0", "worker-1~2"]
 
 
 def test_a_newcomer_in_the_middle_of_a_hardsync_round_is_passed_on_by_itself() -> None:
@@ -604,7 +605,7 @@ def test_a_newcomer_in_the_middle_of_a_hardsync_round_is_passed_on_by_itself() -
     play(aggregator, everybody(HARD_TREE, 3), weights(0), push("worker-0"), PeerLost("worker-1"))
     play(aggregator, PeerJoined("worker-1~2", "worker"))
     (more,) = pushed(play(aggregator, push("worker-1~2")))
-    assert [mark.learner for mark in more.marks] == ["worker-1~2"]
+    assert [mark.worker for mark in more.marks] == ["worker-1~2"]
     answer = Weights(1, torch.ones(2), push=True)
     assert answers(play(aggregator, Received("hub", answer))) == {"worker-0": answer, "worker-1~2": answer}
 
@@ -613,7 +614,7 @@ def test_a_softsync_aggregator_collects_while_its_push_is_under_way() -> None:
     aggregator = machine(TREE, "aggregator-3", workers=5)
     play(aggregator, everybody(TREE, 5), weights(0))
     (first,) = pushed(play(aggregator, bundle("aggregator-0", [Mark("worker-0", 1, 0)], [1.0, 0.0])))
-    assert [mark.learner for mark in first.marks] == ["worker-0"]
+    assert [mark.worker for mark in first.marks] == ["worker-0"]
     later = [Mark("worker-2", 1, 0), Mark("worker-3", 1, 0)]
     assert play(aggregator, bundle("aggregator-1", later, [2.0, 0.0])) == []
     effects = play(aggregator, weights(1, push=True))
@@ -622,7 +623,7 @@ def test_a_softsync_aggregator_collects_while_its_push_is_under_way() -> None:
     assert (second.marks, second.gradient.tolist(), second.have) == (tuple(later), [2.0, 0.0], 1)
 
 
-def test_an_aggregator_counts_nothing_twice_and_answers_who_pushes_again() -> None:
+def test_an_aggregator_counts_nothing_twice_and_answers_a_second_push() -> None:
     aggregator = machine(TREE, "aggregator-3", workers=5)
     play(aggregator, everybody(TREE, 5), weights(0))
     play(aggregator, bundle("aggregator-0", [Mark("worker-0", 1, 0), Mark("worker-1", 1, 0)], have=0))
@@ -633,7 +634,7 @@ def test_an_aggregator_counts_nothing_twice_and_answers_who_pushes_again() -> No
     assert gives(play(aggregator, push("worker-0")), Send("worker-0", answer))
 
 
-def test_an_aggregator_whose_parent_dies_says_again_what_was_not_answered() -> None:
+def test_an_aggregator_whose_parent_dies_sends_unanswered_requests_again() -> None:
     aggregator = machine(TREE, "aggregator-0", workers=5)
     play(aggregator, everybody(TREE, 5), weights(0), push("worker-0"), pull("worker-1", have=0))
     again = play(aggregator, PeerLost("aggregator-3"))
@@ -644,96 +645,109 @@ def test_an_aggregator_whose_parent_dies_says_again_what_was_not_answered() -> N
 # ---- section 3.3: overlap -------------------------------------------------------------------------------------------
 
 
-def test_rudra_section_3_3_a_learner_computes_while_its_push_is_under_way() -> None:
-    learner = machine(OVERLAP, "worker-0")
-    assert gives(play(learner, started(), weights(0)), Install(torch.zeros(2)), Compute("rows", True))
+def test_rudra_section_3_3_a_worker_computes_while_its_push_is_under_way() -> None:
+    worker = machine(OVERLAP, "worker-0")
+    assert gives(play(worker, started(), weights(0)), Install(torch.zeros(2)), Compute("rows", True))
     expected = Push((Mark("worker-0", 1, 0, (0,)),), torch.ones(2), snapshot(2), samples=1, have=None)
-    assert gives(play(learner, gradient()), Send("hub", expected), Compute("rows", True))
+    assert gives(play(worker, gradient()), Send("hub", expected), Compute("rows", True))
 
 
 def test_rudra_section_3_3_at_most_one_push_is_under_way_and_no_two_gradients_are_merged() -> None:
-    learner = machine(OVERLAP, "worker-0")
-    play(learner, started(), weights(0), gradient((1.0, 1.0)))
-    assert play(learner, gradient((2.0, 2.0))) == [], "the second waits, and nothing is computed meanwhile"
-    assert gives(play(learner, downcast(3)), Send("hub", Got(3))), "new weights do not help"
-    effects = play(learner, Received("hub", Current(push=True)))
+    worker = machine(OVERLAP, "worker-0")
+    play(worker, started(), weights(0), gradient((1.0, 1.0)))
+    assert play(worker, gradient((2.0, 2.0))) == [], "the second waits, and so does computing"
+    assert gives(play(worker, downcast(3)), Send("hub", DowncastArrived(3))), "new weights do not help"
+    effects = play(worker, Received("hub", Current(push=True)))
     (second,) = pushed(effects)
     assert second.gradient.tolist() == [2.0, 2.0] and second.marks == (Mark("worker-0", 2, 0, (2,)),)
     assert gives(effects[1:], Install(torch.zeros(2)), Compute("rows", True))
-    assert len(learner.under_way) == 1
+    assert len(worker.under_way) == 1
 
 
 def test_rudra_section_3_3_the_newest_weights_are_installed_between_two_gradients() -> None:
-    learner = machine(OVERLAP, "worker-0")
-    play(learner, started(), weights(0))
+    worker = machine(OVERLAP, "worker-0")
+    play(worker, started(), weights(0))
     for clock in (1, 2):
-        assert gives(play(learner, downcast(clock, [float(clock)] * 2)), Send("hub", Got(clock)))
-    effects = play(learner, gradient())
-    assert pushed(effects)[0].marks[0].clock == 0, "the gradient was taken at the weights before"
+        assert gives(play(worker, downcast(clock, [float(clock)] * 2)), Send("hub", DowncastArrived(clock)))
+    effects = play(worker, gradient())
+    assert pushed(effects)[0].marks[0].clock == 0, "it was computed at the weights before"
     assert gives(effects[1:], Install(torch.tensor([2.0, 2.0])), Compute("rows", True))
 
 
-def test_rudra_section_3_3_the_hub_casts_new_weights_down_when_all_have_the_last() -> None:
+def test_rudra_section_3_3_the_hub_broadcasts_new_weights_when_all_workers_have_the_last() -> None:
     hub = machine(OVERLAP)
     play(hub, started())
     members = ("hub", "worker-0", "worker-1")
     effects = play(hub, push("worker-0", have=None))
-    assert gives(of_kind(effects, Broadcast), Broadcast("weights", members, Weights(1, snapshot())))
+    assert gives(of_kind(effects, Broadcast), Broadcast(Stream("weights"), members, Weights(1, snapshot())))
     assert answers(effects) == {"worker-0": Current(push=True)}
-    for event in (push("worker-1", have=None), Received("worker-1", Got(1)), push("worker-1", have=None, number=2)):
+    for event in (
+        push("worker-1", have=None),
+        Received("worker-1", DowncastArrived(1)),
+        push("worker-1", have=None, number=2),
+    ):
         assert of_kind(play(hub, event), Broadcast) == []
-    effects = play(hub, Received("worker-0", Got(1)))
-    assert gives(effects, Broadcast("weights", members, Weights(3, snapshot())))
+    effects = play(hub, Received("worker-0", DowncastArrived(1)))
+    assert gives(effects, Broadcast(Stream("weights"), members, Weights(3, snapshot())))
     for name in members[1:]:
-        assert play(hub, Received(name, Got(3))) == [], "there is nothing new"
+        assert play(hub, Received(name, DowncastArrived(3))) == [], "there are no newer weights"
 
 
-def test_a_downcast_does_not_wait_for_the_dead_and_reaches_newcomers() -> None:
+def test_a_downcast_reaches_newcomers_and_does_not_wait_for_dead_workers() -> None:
     hub = machine(OVERLAP, workers=3)
     play(hub, started(3), push("worker-0", have=None), PeerJoined("worker-3", "worker"))
-    play(hub, push("worker-1", have=None), Received("worker-0", Got(1)), Received("worker-1", Got(1)))
+    play(
+        hub,
+        push("worker-1", have=None),
+        Received("worker-0", DowncastArrived(1)),
+        Received("worker-1", DowncastArrived(1)),
+    )
     (cast,) = of_kind(play(hub, PeerLost("worker-2")), Broadcast)
     assert cast.members == ("hub", "worker-0", "worker-1", "worker-3") and cast.message.clock == 2
 
 
-def test_with_overlap_a_hardsync_learner_waits_for_the_downcast() -> None:
-    learner = machine(Server(overlap=True), "worker-0")
-    play(learner, started(), weights(0))
-    assert [type(effect) for effect in play(learner, gradient())] == [Send]
-    assert play(learner, Received("hub", Current(push=True))) == []
-    assert gives(play(learner, downcast(1)), Send("hub", Got(1)), Install(torch.zeros(2)), Compute("flat", True))
+def test_with_overlap_a_hardsync_worker_waits_for_the_downcast() -> None:
+    worker = machine(Server(overlap=True), "worker-0")
+    play(worker, started(), weights(0))
+    assert [type(effect) for effect in play(worker, gradient())] == [Send]
+    assert play(worker, Received("hub", Current(push=True))) == []
+    assert gives(
+        play(worker, downcast(1)), Send("hub", DowncastArrived(1)), Install(torch.zeros(2)), Compute("dense", True)
+    )
 
 
 # ---- Downpour -------------------------------------------------------------------------------------------------------
 
 
-def test_downpour_a_learner_pushes_sums_pulls_now_and_then_and_steps_by_itself() -> None:
-    learner = machine(Server(sync="async", push_every=2, pull_every=3), "worker-0")
-    play(learner, started(), weights(0))
+def test_downpour_a_worker_pushes_sums_and_steps_by_itself_between_pulls() -> None:
+    worker = machine(Server(sync="async", push_every=2, pull_every=3), "worker-0")
+    play(worker, started(), weights(0))
 
-    assert gives(play(learner, gradient((1.0, 0.0))), Step(), Compute("flat"))
+    assert gives(play(worker, gradient((1.0, 0.0))), Step(), Compute("dense"))
 
     first = Push((Mark("worker-0", 2, 0, (0, 2)),), torch.tensor([3.0, 0.0]), snapshot(2), samples=2, have=None)
-    assert gives(play(learner, gradient((2.0, 0.0))), Step(), Send("hub", first))
-    assert gives(play(learner, Received("hub", Current(push=True))), Compute("flat"))
+    assert gives(play(worker, gradient((2.0, 0.0))), Step(), Send("hub", first))
+    assert gives(play(worker, Received("hub", Current(push=True))), Compute("dense"))
 
-    assert gives(play(learner, gradient((4.0, 0.0))), Step(), Send("hub", Pull(0, 2)))
-    assert gives(play(learner, weights(5, [7.0, 7.0])), Install(torch.tensor([7.0, 7.0])), Compute("flat"))
+    assert gives(play(worker, gradient((4.0, 0.0))), Step(), Send("hub", Pull(0, 2)))
+    assert gives(play(worker, weights(5, [7.0, 7.0])), Install(torch.tensor([7.0, 7.0])), Compute("dense"))
 
     second = Push((Mark("worker-0", 4, 5, (4, 6)),), torch.tensor([12.0, 0.0]), snapshot(2), samples=2, have=None)
-    assert gives(play(learner, gradient((8.0, 0.0))), Step(), Send("hub", second))
-    play(learner, Received("hub", Current(push=True)), gradient())
-    (both,) = pushed(play(learner, gradient()))
-    assert both.have == 5, "the sixth step pushes and pulls in one"
+    assert gives(play(worker, gradient((8.0, 0.0))), Step(), Send("hub", second))
+    play(worker, Received("hub", Current(push=True)), gradient())
+    (both,) = pushed(play(worker, gradient()))
+    assert both.have == 5, "the sixth step pushes and pulls in one message"
 
 
-def test_downpour_a_sum_is_not_the_buffer_of_a_gradient() -> None:
-    learner = machine(Server(sync="async", push_every=2), "worker-0")
+def test_downpour_a_sum_is_not_kept_in_the_buffer_of_a_gradient() -> None:
+    worker = machine(Server(sync="async", push_every=2), "worker-0")
     first = gradient((1.0, 1.0))
-    play(learner, started(), weights(0), first, weights(1))
+    play(worker, started(), weights(0), first, weights(1))
     first.gradient.zero_()  # its buffer is used again
-    assert pushed(play(learner, gradient((2.0, 2.0))))[0].gradient.tolist() == [3.0, 3.0]
-    assert not of_kind(play(learner, weights(2, push=True)), Step), "who pulls every step does not step by itself"
+    assert pushed(play(worker, gradient((2.0, 2.0))))[0].gradient.tolist() == [3.0, 3.0]
+    assert not of_kind(play(worker, weights(2, push=True)), Step), (
+        "a worker that pulls every step does not step by itself"
+    )
 
 
 def test_downpour_the_hub_steps_with_the_sum_and_counts_all_its_gradients() -> None:
@@ -741,35 +755,35 @@ def test_downpour_the_hub_steps_with_the_sum_and_counts_all_its_gradients() -> N
     play(hub, started())
     two = Push((Mark("worker-0", 2, 0, (0, 2)),), torch.tensor([3.0, 0.0]), torch.zeros(0), 8, None)
     assert steps(test_protocols.play(hub, Received("worker-0", two))) == [([3.0, 0.0], 1.0)]
-    assert (hub.pace.step, hub.pace.position) == (1, 2), "two gradients of two learners are a step"
+    assert (hub.progress.step, hub.progress.position) == (1, 2), "two gradients of two workers are a step"
 
 
-# ---- GaDei: weights that all share ----------------------------------------------------------------------------------
+# ---- GaDei: shared weights ------------------------------------------------------------------------------------------
 
 SHARED = Server(sync="async", rate="none", consistent=False)
 
 
-def told(clock: int, push: bool = True) -> Received:
+def clock_answer(clock: int, push: bool = True) -> Received:
     return Received("hub", Current(push, clock))
 
 
-def test_a_sharing_learner_goes_on_while_pushes_are_unanswered_but_does_not_run_away() -> None:
-    learner = machine(SHARED, "worker-0")
-    assert gives(play(learner, started()), Send("hub", Pull(-1, 2)))
-    assert gives(play(learner, told(3, push=False)), Compute("rows", True)), "no weights to install"
+def test_a_sharing_worker_computes_while_one_push_is_unanswered_and_waits_with_two() -> None:
+    worker = machine(SHARED, "worker-0")
+    assert gives(play(worker, started()), Send("hub", Pull(-1, 2)))
+    assert gives(play(worker, clock_answer(3, push=False)), Compute("rows", True)), "no weights to install"
     first, second, third = (
         Mark("worker-0", number, clock, (batch,)) for number, clock, batch in ((1, 3, 0), (2, 3, 2), (3, 5, 4))
     )
-    effects = play(learner, gradient())
+    effects = play(worker, gradient())
     assert pushed(effects)[0].marks == (first,) and gives(effects[1:], Compute("rows", True))
-    effects = play(learner, gradient())
+    effects = play(worker, gradient())
     assert [one.marks for one in pushed(effects)] == [(second,)] and len(effects) == 1, "two are unanswered"
-    assert gives(play(learner, told(5)), Compute("rows", True))
-    assert play(learner, told(6)) == [], "it computes already"
-    assert pushed(play(learner, gradient()))[0].marks == (third,), "the newest clock told when it was begun"
+    assert gives(play(worker, clock_answer(5)), Compute("rows", True))
+    assert play(worker, clock_answer(6)) == [], "it computes already"
+    assert pushed(play(worker, gradient()))[0].marks == (third,), "the newest clock it knew when it began"
 
 
-def test_a_hub_whose_weights_all_share_steps_where_a_gradient_lies_and_tells_the_clock() -> None:
+def test_a_hub_with_shared_weights_steps_without_a_copy_and_answers_with_its_clock() -> None:
     hub = machine(SHARED, vector=(0.0, 0.0, 5.0), buffers=1)
     assert answers(play(hub, started(), pull("worker-0", length=3))) == {"worker-0": Current(clock=0)}
     for number in (1, 2):
@@ -780,12 +794,12 @@ def test_a_hub_whose_weights_all_share_steps_where_a_gradient_lies_and_tells_the
         assert gives(effects[2:], Send("worker-0", Current(True, number))), "buffers are shared too: nothing to install"
 
 
-def test_gadei_theorem_3_each_gradient_is_stepped_with_once() -> None:
-    """The sum of what is pushed is what the weights lose, whoever dies; a lost or doubled gradient would show."""
+def test_gadei_theorem_3_each_gradient_is_applied_once() -> None:
+    """Whichever worker dies, the hub makes one step for each pushed gradient."""
     faults = Faults().crash("worker-1", at=0.5).restart("worker-2", at=0.7, seconds=0.3)
     sim = Sim(workers=3, faults=faults, detect_seconds=0.05, step_seconds=StepTime(0.1, spread=0.5))
     outcome = sim.execute(
-        RunPlan.make(SyntheticTask(samples=120), SHARED, sim, Request(epochs=1, trace=False), None), Nobody()
+        RunPlan.make(SyntheticTask(samples=120), SHARED, sim, Request(epochs=1, trace=False), None), NullObserver()
     )
     assert outcome.reason == "all steps made"
     taken = sum(meter.steps for name, meter in outcome.meters.items() if name != "hub")
@@ -794,18 +808,18 @@ def test_gadei_theorem_3_each_gradient_is_stepped_with_once() -> None:
     assert max(outcome.meters["hub"].staleness) <= 3 * (UNANSWERED_MAX + 1) + 3
 
 
-def test_weights_are_shared_where_they_can_be_unless_they_shall_be_consistent() -> None:
-    assert ASYNC.settled(2, 2) == replace(ASYNC, consistent=False)
-    assert ASYNC.settled(2, None) == ASYNC and not ASYNC.shares
+def test_weights_are_shared_where_they_can_be_unless_consistent_is_set() -> None:
+    assert ASYNC.resolved_for(2, 2) == replace(ASYNC, consistent=False)
+    assert ASYNC.resolved_for(2, None) == ASYNC and not ASYNC.shares
     for options in (replace(ASYNC, consistent=True), replace(ASYNC, compress="fp16"), SOFT, OVERLAP):
-        assert options.settled(2, 2) == options and not options.shares
+        assert options.resolved_for(2, 2) == options and not options.shares
 
 
-def test_softsync_keeps_what_it_cannot_use_at_once() -> None:
+def test_softsync_copies_what_it_cannot_use_at_once() -> None:
     hub = machine(Server(sync="soft", rate="none"))
     first = push("worker-0", [2.0, 4.0])
     play(hub, started(), first)
-    first.message.gradient.fill_(9.0)  # its sender has been answered and writes there again
+    first.message.gradient.fill_(9.0)  # its sender was answered and writes to it again
     assert steps(play(hub, push("worker-1"))) == [([1.0, 2.0], 1.0)]
 
 
@@ -816,8 +830,8 @@ def test_softsync_keeps_what_it_cannot_use_at_once() -> None:
     ("settings", "complaint"),
     [
         ({"sync": "soft", "n": 0}, "n must be at least 1, not 0"),
-        ({"n": 2}, "n=2 is for sync='soft'; hard has none"),
-        ({"sync": "async", "n": 2}, "n=2 is for sync='soft'; async has none"),
+        ({"n": 2}, "n=2 is for sync='soft', not for sync='hard'"),
+        ({"sync": "async", "n": 2}, "n=2 is for sync='soft', not for sync='async'"),
         ({"fan_out": 1}, "fan_out must be at least 2, not 1"),
         ({"reference_batch": 0}, "reference_batch must be at least 1, not 0"),
         ({"sync": "async", "push_every": 0}, "push_every must be at least 1, not 0"),
@@ -853,9 +867,9 @@ def test_settings_of_a_wrong_type_are_refused(name: str, value: Any) -> None:
         Server(**{name: value})
 
 
-def test_there_are_no_more_parts_than_learners() -> None:
+def test_softsync_splits_gradients_into_no_more_updates_than_there_are_workers() -> None:
     assert len(Server(sync="soft", n=4).nodes(4)) == 5
-    with pytest.raises(UsageError, match="n must be within 1 and the number of learners, 3, not 4"):
+    with pytest.raises(UsageError, match="n must be from 1 to the number of workers, 3, not 4"):
         Server(sync="soft", n=4).nodes(3)
 
 
@@ -904,7 +918,7 @@ def test_a_hardsync_aggregator_never_mixes_two_clocks() -> None:
 
 
 @pytest.mark.parametrize("seed", [21, 27, 35])
-def test_a_successor_under_an_aggregator_that_knows_less_than_the_hub_does_no_harm(seed: int) -> None:
+def test_a_successor_under_an_aggregator_that_lags_behind_the_hub_does_no_harm(seed: int) -> None:
     faults = Faults().slow("worker-1", 100).restart("worker-0", at=0.35, seconds=0.01).crash("worker-1", at=0.45)
     sim = Sim(workers=4, step_seconds=0.1, faults=faults)
     request = Request(steps=30, seed=seed, trace=False)
@@ -916,4 +930,4 @@ def test_a_newcomer_is_not_given_weights_of_a_round_that_is_over() -> None:
     play(aggregator, everybody(HARD_TREE, 4), PeerLost("worker-0"), PeerJoined("worker-0~2", "worker"))
     play(aggregator, Received("worker-0~2", Pull(-1, 2)))  # the aggregator's own first Pull is still unanswered
     effects = play(aggregator, Received("hub", Weights(0, torch.zeros(2))))
-    assert [effect.to for effect in effects if isinstance(effect, Send)] == ["hub"], "it must ask again first"
+    assert [effect.to for effect in effects if isinstance(effect, Send)] == ["hub"], "it must pull again first"

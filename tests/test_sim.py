@@ -14,34 +14,19 @@ import torch
 from torch import Tensor
 
 from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
+from tether.core.effects import CancelTimer, Compute, Effect, Finish, Send, SetTimer
+from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, TimerFired
+from tether.core.machine import Machine, Node, NodeContext
+from tether.core.message import Message, Timer
+from tether.core.vector import digest
 from tether.errors import InvariantBroken, NodesLost, RunError, Stalled, UsageError
-from tether.machine import (
-    CancelTimer,
-    Compute,
-    Effect,
-    Event,
-    Finish,
-    GradientReady,
-    Machine,
-    Message,
-    Node,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Seat,
-    Send,
-    SetTimer,
-    Started,
-    TimerFired,
-)
-from tether.plan import Request, RunPlan
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
 from tether.protocols import Options
-from tether.runtimes.base import Outcome
-from tether.runtimes.sim import HEADER_BYTES
-from tether.swarm import Nobody
+from tether.runtimes.base import NullObserver, Outcome
+from tether.runtimes.sim.network import HEADER_BYTES
 from tether.task import SyntheticTask, Task
-from tether.testing import Blobs
-from tether.vector import digest
+from tether.testing.conformance import Blobs
 
 #: a parcel of so many values takes exactly one second at 1000 bytes a second
 VALUES = (1000 - HEADER_BYTES) // 4
@@ -88,27 +73,27 @@ class Play(Options):
     name = "play"
     summary = "scripts"
     messages = (Parcel,)
-    joint = "end"
+    hub = "end"
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         others = (Node(name, "worker", computes=True, host=self.hosts.get(name, "")) for name in self.scripts)
         return Node("end", "end"), *others
 
-    def machine(self, seat: Seat) -> Machine:
-        name = seat.node.name
+    def machine(self, context: NodeContext) -> Machine:
+        name = context.node.name
         log = self.logs.setdefault(name, [])
         return Scripted(self._end if name == "end" else self.scripts[name.partition("~")[0]], log)
 
     def _end(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
-                return [SetTimer("end", self.end)]
+                return [SetTimer(Timer("end"), self.end)]
             case TimerFired():
                 return [Finish("the play is over")]
         return []
 
 
-class Notes(Nobody):
+class Notes(NullObserver):
     """An observer that keeps notes."""
 
     def __init__(self) -> None:
@@ -125,7 +110,7 @@ def simulate(
     plan = RunPlan.make(
         task or SyntheticTask(VALUES), protocol, sim, Request(steps=steps, seed=seed, trace=False), None
     )
-    return sim.execute(plan, observer or Nobody())
+    return sim.execute(plan, observer or NullObserver())
 
 
 def perform(
@@ -149,7 +134,7 @@ def every_second(*to: str, until: int) -> Script:
     """A parcel to each, without weight, at 1, 2, 3 and so on."""
 
     def script(event: Event, now: float) -> list[Effect]:
-        tick = SetTimer("tick", 1.0)
+        tick = SetTimer(Timer("tick"), 1.0)
         match event:
             case Started():
                 return [tick]
@@ -222,7 +207,7 @@ def test_a_broadcast_and_a_reduction_may_cost_more_than_the_link() -> None:
         plan = RunPlan.make(
             SyntheticTask(parameters=250), Averaging(tau=1), sim, Request(steps=5, seed=0, trace=False), None
         )
-        return sim.execute(plan, Nobody()).seconds
+        return sim.execute(plan, NullObserver()).seconds
 
     bare = seconds()
     assert seconds(exchange_seconds=1.0) == pytest.approx(bare + 5 * 2)
@@ -362,9 +347,9 @@ def test_a_restarted_node_comes_back_under_another_name_after_its_death_is_known
 
 
 def test_a_paused_node_gets_everything_later_and_in_order() -> None:
-    clock = [SetTimer(str(i), float(i)) for i in range(1, 6)]
+    clock = [SetTimer(Timer(str(i)), float(i)) for i in range(1, 6)]
     logs = perform({"a": at_start(*clock)}, replace(SLOW_LINK, faults=Faults().pause("a", at=1.5, seconds=2.0)))
-    assert [(now, event.name) for now, event in logs["a"] if isinstance(event, TimerFired)] == [
+    assert [(now, event.timer.name) for now, event in logs["a"] if isinstance(event, TimerFired)] == [
         (1.0, "1"),
         (3.5, "2"),
         (3.5, "3"),
@@ -473,9 +458,9 @@ def test_a_timer_that_an_earlier_event_cancels_does_not_fire_after_a_pause() -> 
     def cancels(event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
-                return [SetTimer("x", 3.0)]
+                return [SetTimer(Timer("x"), 3.0)]
             case Received():
-                return [CancelTimer("x")]
+                return [CancelTimer(Timer("x"))]
         return []
 
     sim = replace(FAST_LINK, faults=Faults().pause("b", at=0.5, seconds=4.5))
@@ -510,30 +495,32 @@ def fired(*plan: tuple[float, Effect]) -> list[tuple[float, str]]:
     def script(event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
-                return [SetTimer(f"cue {i}", when) for i, (when, _) in enumerate(plan)]
-            case TimerFired(name=name) if name.startswith("cue"):
-                return [plan[int(name.split()[1])][1]]
+                return [SetTimer(Timer("cue", (i,)), when) for i, (when, _) in enumerate(plan)]
+            case TimerFired(timer=Timer(name="cue", numbers=(number,))):
+                return [plan[number][1]]
         return []
 
     log = perform({"a": script})["a"]
     return [
-        (now, event.name) for now, event in log if isinstance(event, TimerFired) and not event.name.startswith("cue")
+        (now, event.timer.name) for now, event in log if isinstance(event, TimerFired) and event.timer.name != "cue"
     ]
 
 
 def test_a_timer_fires_once_after_its_time() -> None:
-    assert fired((1.0, SetTimer("x", 2.5)), (2.0, SetTimer("y", 0.0))) == [(2.0, "y"), (3.5, "x")]
+    assert fired((1.0, SetTimer(Timer("x"), 2.5)), (2.0, SetTimer(Timer("y"), 0.0))) == [(2.0, "y"), (3.5, "x")]
 
 
 def test_setting_a_timer_again_moves_it() -> None:
-    assert fired((1.0, SetTimer("x", 2.0)), (2.0, SetTimer("x", 5.0))) == [(7.0, "x")]
-    assert fired((1.0, SetTimer("x", 9.0)), (2.0, SetTimer("x", 1.0))) == [(3.0, "x")]
+    assert fired((1.0, SetTimer(Timer("x"), 2.0)), (2.0, SetTimer(Timer("x"), 5.0))) == [(7.0, "x")]
+    assert fired((1.0, SetTimer(Timer("x"), 9.0)), (2.0, SetTimer(Timer("x"), 1.0))) == [(3.0, "x")]
 
 
 def test_a_cancelled_timer_does_not_fire_until_it_is_set_anew() -> None:
-    assert fired((1.0, SetTimer("x", 2.0)), (2.0, CancelTimer("x"))) == []
-    assert fired((1.0, CancelTimer("x")), (2.0, SetTimer("x", 1.0))) == [(3.0, "x")]
-    assert fired((1.0, SetTimer("x", 2.0)), (2.0, CancelTimer("x")), (2.5, SetTimer("x", 2.0))) == [(4.5, "x")]
+    assert fired((1.0, SetTimer(Timer("x"), 2.0)), (2.0, CancelTimer(Timer("x")))) == []
+    assert fired((1.0, CancelTimer(Timer("x"))), (2.0, SetTimer(Timer("x"), 1.0))) == [(3.0, "x")]
+    assert fired(
+        (1.0, SetTimer(Timer("x"), 2.0)), (2.0, CancelTimer(Timer("x"))), (2.5, SetTimer(Timer("x"), 2.0))
+    ) == [(4.5, "x")]
 
 
 # ---- what the simulator catches -------------------------------------------------------------------------------------
@@ -545,7 +532,7 @@ def test_a_tensor_that_is_changed_after_it_was_sent_is_noticed() -> None:
     def meddler(event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
-                return [Send("b", Parcel(0, values)), SetTimer("meddle", 0.5)]
+                return [Send("b", Parcel(0, values)), SetTimer(Timer("meddle"), 0.5)]
             case TimerFired():
                 values[3] = 1.0
         return []
@@ -561,9 +548,9 @@ def test_a_gradient_that_was_sent_may_not_be_overwritten_by_the_next_one() -> No
         def script(event: Event, now: float) -> list[Effect]:
             match event:
                 case Started():
-                    return [Compute("flat")]
+                    return [Compute("dense")]
                 case GradientReady(gradient=gradient) if now < 1:
-                    return [Send("b", Parcel(0, gradient)), Compute("flat", fresh)]
+                    return [Send("b", Parcel(0, gradient)), Compute("dense", fresh)]
             return []
 
         return script
@@ -580,17 +567,17 @@ def test_an_invariant_is_checked_after_every_event() -> None:
                 raise InvariantBroken("three events are too many")
 
     class StrictPlay(Play):
-        def machine(self, seat: Seat) -> Machine:
-            return Strict(self.scripts["a"], []) if seat.node.name == "a" else super().machine(seat)
+        def machine(self, context: NodeContext) -> Machine:
+            return Strict(self.scripts["a"], []) if context.node.name == "a" else super().machine(context)
 
-    timers = at_start(*(SetTimer(str(i), float(i)) for i in range(9)))
+    timers = at_start(*(SetTimer(Timer(str(i)), float(i)) for i in range(9)))
     with pytest.raises(InvariantBroken, match="three events"):
         simulate(SLOW_LINK, StrictPlay({"a": timers}, {}, {}, 100.0))
 
 
 def test_a_run_in_which_nothing_can_happen_any_more_tells_what_every_node_knows() -> None:
     class Endless(Play):
-        def machine(self, seat: Seat) -> Machine:
+        def machine(self, context: NodeContext) -> Machine:
             return Scripted(idle, [(0.0, Started(()))])
 
     with pytest.raises(Stalled, match=r"nothing can happen after 0 s and 3 events; end: Scripted\(.*a: .*b: "):
@@ -599,7 +586,7 @@ def test_a_run_in_which_nothing_can_happen_any_more_tells_what_every_node_knows(
 
 def test_a_run_that_goes_round_in_circles_is_given_up() -> None:
     def restless(event: Event, now: float) -> list[Effect]:
-        return [SetTimer("again", 1e-6)]
+        return [SetTimer(Timer("again"), 1e-6)]
 
     with pytest.raises(Stalled, match="not finished after 500 events; end: "):
         perform({"a": restless}, replace(SLOW_LINK, events_max=500))

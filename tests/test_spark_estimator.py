@@ -18,7 +18,7 @@ from torch import nn
 
 import tether
 from tether.errors import TaskError, UsageError
-from tether.store import Field
+from tether.runtimes.spark.store import Field
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = pytest.mark.spark
@@ -250,7 +250,7 @@ def test_neither_the_frame_nor_the_rows_held_out_travel_with_the_task(spark: Any
     assert metrics.keys() == {"loss", "error"} and metrics["error"] * 5 in range(6)
     sent = cloudpickle.loads(cloudpickle.dumps(made))
     assert sent.source is None and sent.fields == made.fields and sent.evaluate(sent.model()) == {}
-    with pytest.raises(TaskError, match="brought to it by Spark"):
+    with pytest.raises(TaskError, match="Spark brings a FrameTask its rows"):
         sent.train_data()
 
 
@@ -262,7 +262,7 @@ def test_neither_the_frame_nor_the_rows_held_out_travel_with_the_task(spark: Any
         ({"validation": 1.5}, "validation must be a frame or a fraction"),
         ({"features": []}, "features names no column"),
         ({"dtype": "float16"}, "features can be float32 or int64, not 'float16'"),
-        ({"model": nn.Linear(3, 4)}, r"does not take a batch of shape \(2, 2\), which is two rows of x, y"),
+        ({"model": nn.Linear(3, 4)}, r"does not accept a batch of shape \(2, 2\), which is two rows of x, y"),
         (
             {"model": nn.Linear(2, 3)},
             r"'id' has classes up to 3, as in row \d+ of .*'id': 3.*, for which the model must have 4 outputs",

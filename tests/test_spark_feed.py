@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from tether.errors import RunError, UsageError
-from tether.runtimes import feed
-from tether.runtimes.feed import NONE, Columns, Intake, Source
-from tether.runtimes.handshake import Keys, receive
-from tether.store import Field, Mapped
+from tether.runtimes.process.handshake import Keys, receive
+from tether.runtimes.spark import feed
+from tether.runtimes.spark.feed import NO_COUNT, Columns, RowReceiver, RowSource
+from tether.runtimes.spark.store import Field, MappedDataset
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = pytest.mark.spark
@@ -23,13 +23,15 @@ KEYS = Keys.make()
 
 
 @contextmanager
-def intakes(source: Source, count: int, **options: Any) -> Iterator[tuple[list[Intake], list[tuple[str, int]]]]:
-    made = [Intake(source.fields, KEYS, host="127.0.0.1", **options) for _ in range(count)]
+def receivers(
+    source: RowSource, count: int, **options: Any
+) -> Iterator[tuple[list[RowReceiver], list[tuple[str, int]]]]:
+    made = [RowReceiver(source.fields, KEYS, host="127.0.0.1", **options) for _ in range(count)]
     try:
-        yield made, [("127.0.0.1", intake.port) for intake in made]
+        yield made, [("127.0.0.1", receiver.port) for receiver in made]
     finally:
-        for intake in made:
-            intake.close()
+        for receiver in made:
+            receiver.close()
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +66,10 @@ EXPECTED = {
 
 @pytest.mark.parametrize("features", EXPECTED, ids="+".join)
 def test_every_row_arrives_once_at_one_agent(frame: Any, features: tuple[str, ...]) -> None:
-    source = Source(frame, Columns(features, "id"))
+    source = RowSource(frame, Columns(features, "id"))
     assert (source.rows, source.classes) == (60, 60)
-    with intakes(source, 3) as (agents, addresses):
-        assert source.feed(addresses, KEYS) == [20, 20, 20]
+    with receivers(source, 3) as (agents, addresses):
+        assert source.stream_to(addresses, KEYS) == [20, 20, 20]
         parts = [agent.wait(0.0) for agent in agents]
     rows, labels = (torch.cat([part.tensors[i] for part in parts]) for i in range(2))
     order = labels.argsort()
@@ -76,17 +78,17 @@ def test_every_row_arrives_once_at_one_agent(frame: Any, features: tuple[str, ..
 
 
 def test_a_replaced_agent_gets_the_rows_of_the_one_before(frame: Any) -> None:
-    source = Source(frame, Columns(("vector",), "half", classes=False, shape=(3, 1)))
-    with intakes(source, 2) as (agents, addresses):
-        assert source.feed(addresses, KEYS) == [30, 30]
+    source = RowSource(frame, Columns(("vector",), "half", classes=False, shape=(3, 1)))
+    with receivers(source, 2) as (agents, addresses):
+        assert source.stream_to(addresses, KEYS) == [30, 30]
         before = agents[1].wait(0.0)
-        assert source.feed(addresses, KEYS, only=[1]) == [30], "a task that Spark runs again is told so"
+        assert source.stream_to(addresses, KEYS, only=[1]) == [30], "a task that Spark runs again is told so"
         assert agents[1].wait(0.0) is before
         agents[1].close()
-        assert source.feed(addresses, KEYS, only=[1]) == [NONE], "nobody is there"
-        with intakes(source, 1) as ((replacement,), (address,)):
-            assert source.feed([addresses[0], address], Keys.make(), only=[1]) == [NONE]
-            assert source.feed([addresses[0], address], KEYS, only=[1]) == [30]
+        assert source.stream_to(addresses, KEYS, only=[1]) == [NO_COUNT], "nobody is there"
+        with receivers(source, 1) as ((replacement,), (address,)):
+            assert source.stream_to([addresses[0], address], Keys.make(), only=[1]) == [NO_COUNT]
+            assert source.stream_to([addresses[0], address], KEYS, only=[1]) == [30]
             after = replacement.wait(0.0)
     assert before.tensors[0].shape == (30, 3, 1) and before.tensors[1].dtype == torch.float32
     assert [sorted_rows(tensor) for tensor in before.tensors] == [sorted_rows(tensor) for tensor in after.tensors]
@@ -98,12 +100,12 @@ def sorted_rows(tensor: torch.Tensor) -> list[Any]:
 
 def test_an_rdd_of_rows_with_arrays_of_numpy_is_taken_and_spilled(spark: Any) -> None:
     rdd = spark.sparkContext.range(2000, numSlices=3).map(lambda i: (np.full(8, i, np.float32), np.int64(i % 5)))
-    source = Source(rdd, Columns(("_1",), "_2"))
+    source = RowSource(rdd, Columns(("_1",), "_2"))
     told: list[tuple[int, int]] = []
-    with intakes(source, 1, memory_mb=0.02, progress=lambda *so_far: told.append(so_far)) as ((agent,), addresses):
-        assert source.feed(addresses, KEYS) == [2000]
+    with receivers(source, 1, memory_mb=0.02, progress=lambda *so_far: told.append(so_far)) as ((agent,), addresses):
+        assert source.stream_to(addresses, KEYS) == [2000]
         data = agent.wait(0.0)
-    assert isinstance(data, Mapped) and told[-1] == (2000, 2000 * 40)
+    assert isinstance(data, MappedDataset) and told[-1] == (2000, 2000 * 40)
     assert sorted_rows(data.tensors[0]) == [[float(i)] * 8 for i in range(2000)]
     held_out = source.collect(100)
     assert len(held_out) == 100 and held_out.tensors[0][:, 0].unique().numel() == 100
@@ -121,13 +123,13 @@ def columns(features: str, label: str = "id", **options: Any) -> Columns:
         (columns("vector", "pair"), "label column 'pair' is array<double>"),
         (columns("name"), "feature column 'name' is string.*StringIndexer"),
         (columns("id pair"), "feature column 'pair' is array<double>.*VectorAssembler"),
-        (columns("vector", "half"), r"'half' is no class.* in row \d+ of partition \d \(.*'half': 0.5"),
+        (columns("vector", "half"), r"'half' is not a class.* in row \d+ of partition \d \(.*'half': 0.5"),
         (columns("vector", shape=(2, 2)), r"has 3 values in a row, which do not make the shape \(2, 2\)"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused_by_name(frame: Any, asked: Columns, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        Source(frame, asked)
+        RowSource(frame, asked)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_columns_that_do_not_fit_are_refused_by_name(frame: Any, asked: Columns,
         ("(array(1, 2), double('NaN'))", r"label column 'y' is not finite in row 3"),
         (
             "(array(1, 2), -1)",
-            r"label column 'y' is no class: .* in row 3 of partition 0 \({'x': \[1.0, 2.0\], 'y': -1",
+            r"label column 'y' is not a class, .* in row 3 of partition 0 \({'x': \[1.0, 2.0\], 'y': -1",
         ),
         ("(array(1, 2, 3), 0)", r"'x' has rows of different lengths: 2 in row 0 of .*, and 3 in row 3 of partition 0"),
     ],
@@ -150,12 +152,12 @@ def test_faults_in_the_data_are_told_with_their_row(spark: Any, bad: str, says: 
     good = ", ".join(f"(array({i}, 1), {i})" for i in range(3))
     frame = spark.sql(f"select cast(x as array<double>) x, cast(y as double) y from values {good}, {bad} as t(x, y)")
     with pytest.raises(UsageError, match=says):
-        Source(frame.coalesce(1), columns("x", "y"))
+        RowSource(frame.coalesce(1), columns("x", "y"))
 
 
 def test_no_rows_are_refused(frame: Any) -> None:
     with pytest.raises(UsageError, match="the frame has no rows"):
-        Source(frame.where("id < 0"), columns("vector"))
+        RowSource(frame.where("id < 0"), columns("vector"))
 
 
 # ---- an agent's side alone ------------------------------------------------------------------------------------------
@@ -163,11 +165,11 @@ def test_no_rows_are_refused(frame: Any) -> None:
 FIELDS = (Field("features", "float32", (2,)), Field("label", "int64"))
 
 
-def stream(intake: Intake, keys: Keys = KEYS) -> tuple[socket.socket, Any, Any]:
+def stream(receiver: RowReceiver, keys: Keys = KEYS) -> tuple[socket.socket, Any, Any]:
     import pyarrow
 
-    connection, have = feed._meet(("127.0.0.1", intake.port), keys)
-    assert have == NONE
+    connection, have = feed._connect(("127.0.0.1", receiver.port), keys)
+    assert have == NO_COUNT
     file = connection.makefile("wb")
     return connection, file, pyarrow.ipc.new_stream(file, feed._wire_schema(FIELDS))
 
@@ -184,9 +186,9 @@ def batch(count: int) -> Any:
 
 
 def test_a_stream_that_breaks_off_is_forgotten_as_a_whole() -> None:
-    with closing(Intake(FIELDS, KEYS, host="127.0.0.1")) as intake:
+    with closing(RowReceiver(FIELDS, KEYS, host="127.0.0.1")) as receiver:
         for between_batches in (True, False):
-            connection, file, writer = stream(intake)
+            connection, file, writer = stream(receiver)
             writer.write_batch(batch(3))
             if not between_batches:
                 file.write(b"\xff\xff\xff\xff\x00")
@@ -194,30 +196,30 @@ def test_a_stream_that_breaks_off_is_forgotten_as_a_whole() -> None:
             connection.shutdown(socket.SHUT_WR)
             assert connection.recv(1) == b"", "no number of rows was told"
             connection.close()
-        hanging, hanging_file, _ = stream(intake)
-        connection, file, writer = stream(intake)
+        hanging, hanging_file, _ = stream(receiver)
+        connection, file, writer = stream(receiver)
         with connection, file, hanging, hanging_file:
             writer.write_batch(batch(5))
             writer.close()
             file.write(feed._COUNT.pack(5))
             file.flush()
             assert feed._COUNT.unpack(receive(connection, 8)) == (5,)
-        assert intake.wait(0.0).tensors[1].tolist() == [0, 1, 2, 3, 4]
+        assert receiver.wait(0.0).tensors[1].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_who_has_not_the_keys_is_not_listened_to() -> None:
-    with closing(Intake(FIELDS, KEYS, host="127.0.0.1")) as intake:
+    with closing(RowReceiver(FIELDS, KEYS, host="127.0.0.1")) as receiver:
         with pytest.raises(ConnectionError):
-            stream(intake, Keys.make())
-        with pytest.raises(RunError, match="no data has come within 0 s"):
-            intake.wait(0.0)
+            stream(receiver, Keys.make())
+        with pytest.raises(RunError, match="no data has arrived within 0 s"):
+            receiver.wait(0.0)
 
 
 def test_a_disk_that_is_full_ends_the_wait(tmp_path: Any) -> None:
-    with closing(Intake(FIELDS, KEYS, memory_mb=1e-6, directory=f"{tmp_path}/none")) as intake:
-        connection, file, writer = stream(intake)
+    with closing(RowReceiver(FIELDS, KEYS, memory_mb=1e-6, directory=f"{tmp_path}/none")) as receiver:
+        connection, file, writer = stream(receiver)
         with connection, file:
             writer.write_batch(batch(5))
             file.flush()
-            with pytest.raises(RunError, match="do not go to"):
-                intake.wait(60.0)
+            with pytest.raises(RunError, match="cannot be written to"):
+                receiver.wait(60.0)

@@ -22,24 +22,40 @@ import pytest
 import torch
 
 from tether import Averaging, Elastic, Grid, Mpca, Server, Spark, UsageError, resume, run
-from tether.compress import Compressor, Stream
+from tether.core.compress import Compressor, Stream
+from tether.core.effects import Reduce
+from tether.core.events import Broadcasted, Event, Reduced
+from tether.core.machine import Node
+from tether.core.message import Message, Tag
+from tether.core.trace import Meter
+from tether.core.wire import Codec
 from tether.errors import RunError, WireError
-from tether.machine import Broadcasted, Event, Message, Node, Reduce, Reduced
-from tether.plan import Request, RunPlan
-from tether.progress import Progress, make_progress
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.execution.progress import Progress, make_progress
 from tether.protocols import Options
-from tether.runtimes import spark as spark_runtime
-from tether.runtimes.agent import LIFELINE, Answer, Fenced, Here, Welcome, greet
-from tether.runtimes.collectives import Down, Up
-from tether.runtimes.driver import Came, Died
-from tether.runtimes.exchange import Desk, Offers, Sum, _read, add, ask, delivered, fetched
-from tether.runtimes.handshake import Keys, introduce
-from tether.runtimes.memory import Memory, PeerMemory
-from tether.runtimes.process import Birth
-from tether.runtimes.spark import Agents, Jobs
+from tether.protocols.averaging import ROUND
+from tether.runtimes.process.handshake import Keys, authenticate
+from tether.runtimes.process.launcher import NodeExited, NodeStarted
+from tether.runtimes.process.memory import Memory, PeerMemory
+from tether.runtimes.process.spec import NodeSpec
+from tether.runtimes.spark import runtime as spark_runtime
+from tether.runtimes.spark.agent import LIFELINE, Answer, Assignment, Greeting, Refusal, greet
+from tether.runtimes.spark.collectives import (
+    AgentServer,
+    Announcement,
+    Contribution,
+    SparkCollectives,
+    Sum,
+    Total,
+    _read,
+    add,
+    ask,
+    deliver_task,
+    fetch_task,
+)
+from tether.runtimes.spark.runtime import Agents, Jobs
 from tether.tasks import load
-from tether.trace import Meter
-from tether.wire import Codec
 
 pytestmark = pytest.mark.spark
 
@@ -112,22 +128,22 @@ def test_digits_are_learned_on_three_executors(spark: Any, protocol: Options, tm
 )
 def test_digits_are_learned_with_every_other_protocol(spark: Any, protocol: Options, tmp_path: Path) -> None:
     assert train(spark, protocol, tmp_path, epochs=10).metrics["error"] < 0.08
-    assert not processes(b"tether.runtimes.launch"), "whoever was started beside the driver has ended"
+    assert not processes(b"tether.runtimes.process.forkserver"), "whoever was started beside the driver has ended"
 
 
 def test_who_comes_for_a_killed_executor_joins_and_the_others_never_stop(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crews: list[Agents] = []
+    launchers: list[Agents] = []
     start = Agents.start
-    monkeypatch.setattr(Agents, "start", lambda crew, nodes: crews.append(crew) or start(crew, nodes))
+    monkeypatch.setattr(Agents, "start", lambda launcher, nodes: launchers.append(launcher) or start(launcher, nodes))
 
     class Patient(Trouble):
         """Is content when a successor has worked for a while."""
 
         def meter(self, meter: Meter, time_: float) -> None:
             super().meter(meter, time_)
-            executors = [agent.here.executor for agent in crews[0].living.values()]
+            executors = [agent.greeting.executor for agent in launchers[0].living.values()]
             assert len(set(executors)) == len(executors), "no executor ever holds two"
             if "~" in meter.node and meter.steps >= 20:
                 (tmp_path / "content").touch()
@@ -148,14 +164,14 @@ class Harm(Progress):
 
     def __init__(self, directory: Path, harm: Callable[[Agents], str]) -> None:
         """`harm` gives the name of whom it has done something to, or "" if it is not yet time."""
-        self.crews: list[Agents] = []
+        self.launchers: list[Agents] = []
         self.notes: list[str] = []
         self._content = directory / "content"
         self._harm = harm
         self._harmed = ""
 
     def meter(self, meter: Meter, time_: float) -> None:
-        self._harmed = self._harmed or self._harm(self.crews[0])
+        self._harmed = self._harmed or self._harm(self.launchers[0])
         if self._harmed and meter.node == f"{self._harmed}~2" and meter.steps >= 10:
             self._content.touch()
 
@@ -192,7 +208,9 @@ class FallsAsleep(UntilContent):
 
 def train_with_harm(spark: Any, task: UntilContent, harm: Harm, monkeypatch: pytest.MonkeyPatch) -> Any:
     start = Agents.start
-    monkeypatch.setattr(Agents, "start", lambda crew, nodes: harm.crews.append(crew) or start(crew, nodes))
+    monkeypatch.setattr(
+        Agents, "start", lambda launcher, nodes: harm.launchers.append(launcher) or start(launcher, nodes)
+    )
     goal: dict[str, Any] = {"until": "content>0", "epochs": 10**5, "evaluate_every": 2, "seconds": START_SECONDS}
     return run(task, Averaging(tau=5), Spark(spark, 2), run_dir=task.directory / "run", progress=harm, **goal)
 
@@ -202,14 +220,14 @@ def test_who_cannot_be_brought_a_broadcast_dies_and_is_replaced(
 ) -> None:
     """Without it a worker waits for ever, and every reduction for that worker."""
 
-    def take_the_desk_away(agents: Agents) -> str:
-        Path(agents.living["worker-1"].here.directory, "desk").unlink()
+    def remove_the_socket_for_tasks(agents: Agents) -> str:
+        Path(agents.living["worker-1"].greeting.directory, "tasks").unlink()
         return "worker-1"
 
-    harm = Harm(tmp_path, take_the_desk_away)
+    harm = Harm(tmp_path, remove_the_socket_for_tasks)
     result = train_with_harm(spark, UntilContent(tmp_path), harm, monkeypatch)
     assert result.figures["reason"] == "content>0 reached"
-    assert "worker-1 could not be brought a broadcast in 3 tries" in harm.notes
+    assert "a broadcast did not reach worker-1 in 3 tries" in harm.notes
     assert "worker-1 is given up; the others go on" in harm.notes
 
 
@@ -218,8 +236,8 @@ def test_an_agent_whose_loss_never_returns_ends_when_it_is_given_up_and_another_
 ) -> None:
     def give_up_who_sleeps(agents: Agents) -> str:
         asleep = (tmp_path / "asleep").read_text() if (tmp_path / "asleep").exists() else ""
-        for name in [name for name, agent in agents.living.items() if str(agent.here.task) == asleep]:
-            agents.end(name)
+        for name in [name for name, agent in agents.living.items() if str(agent.greeting.task) == asleep]:
+            agents.kill(name)
             return name
         return ""
 
@@ -265,9 +283,9 @@ def test_the_others_go_on_without_a_killed_executor(spark: Any, protocol: Option
 def test_a_tree_goes_on_when_an_executor_dies_that_has_an_aggregator(
     spark: Any, sync: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    crews: list[Agents] = []
+    launchers: list[Agents] = []
     start = Agents.start
-    monkeypatch.setattr(Agents, "start", lambda crew, nodes: crews.append(crew) or start(crew, nodes))
+    monkeypatch.setattr(Agents, "start", lambda launcher, nodes: launchers.append(launcher) or start(launcher, nodes))
 
     class Host(Trouble):
         """Kills the executor that has an aggregator."""
@@ -276,13 +294,14 @@ def test_a_tree_goes_on_when_an_executor_dies_that_has_an_aggregator(
             if not self.made_at and meter.steps >= 30 and meter.node.startswith("worker"):
                 names = {entry.read_text().strip() for entry in Path("/proc").glob("[0-9]*/comm")}
                 assert "hub" in names and not any(name.startswith("aggregator") for name in names), "none is here"
-                agent = next(agent for agent in crews[0].living.values() if agent.beside)
-                lost.append(agent.beside[0].name)
+                agent = next(agent for agent in launchers[0].living.values() if agent.colocated)
+                lost.append(agent.colocated[0].name)
                 (victim,) = (
                     pid
                     for pid in executors(spark)
                     for setting in Path(f"/proc/{pid}/environ").read_text().split("\0")
-                    if setting.startswith("SPARK_EXECUTOR_DIRS=") and setting.partition("=")[2] in agent.here.executor
+                    if setting.startswith("SPARK_EXECUTOR_DIRS=")
+                    and setting.partition("=")[2] in agent.greeting.executor
                 )
                 self.made_at = time.monotonic()
                 os.kill(victim, signal.SIGKILL)
@@ -314,10 +333,12 @@ def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_executors(
     words = ["train", "digits", "--on", "spark", "-n", "1", "-p", "mpca", "--master", "local-cluster[1,3,1024]", *goal]
     with subprocess.Popen([sys.executable, "-m", "tether", *words], stdout=subprocess.DEVNULL) as driver:
         deadline = time.monotonic() + START_SECONDS
-        while not list((tmp_path / "run").glob("checkpoints/at-*")) and driver.poll() is None:
-            assert time.monotonic() < deadline, "there never was a checkpoint"
-            time.sleep(0.2)
-        driver.kill()
+        try:
+            while not list((tmp_path / "run").glob("checkpoints/at-*")) and driver.poll() is None:
+                assert time.monotonic() < deadline, "there never was a checkpoint"
+                time.sleep(0.2)
+        finally:
+            driver.kill()
     saved = max(int(path.name.split("-")[1]) for path in (tmp_path / "run" / "checkpoints").glob("at-*"))
     further = 2 + saved / len(load("digits").train_data())
     result = resume(tmp_path / "run", workers=2, epochs=further, progress=make_progress(quiet=True))
@@ -327,7 +348,7 @@ def test_a_run_whose_driver_was_killed_goes_on_with_another_number_of_executors(
 
 def test_what_spark_cannot_do_is_refused(spark: Any, tmp_path: Path) -> None:
     for protocol, options, says in (
-        (Server(sync="async", apply="inline"), {}, "no memory in common"),
+        (Server(sync="async", apply="inline"), {}, "do not share memory"),
         (Averaging(), {"record": True}, "cannot be recorded"),
     ):
         with pytest.raises(UsageError, match=says):
@@ -342,12 +363,12 @@ class Caller:
 
     def __init__(self, agents: Agents, index: int, keys: Keys | None = None, executor: str = "one") -> None:
         self.socket = socket.create_connection(agents.address)
-        here = Here(index, "/nowhere", "127.0.0.1", 0, executor, 0, 0)
+        greeting = Greeting(index, "/nowhere", "127.0.0.1", 0, executor, 0, 0)
         with ThreadPoolExecutor(1) as beside:
-            self._answer = beside.submit(greet, self.socket, keys or agents.keys, here)
-            self.news = agents.news()
+            self._answer = beside.submit(greet, self.socket, keys or agents.keys, greeting)
+            self.news = agents.poll_events()
             while not self._answer.done():
-                self.news += agents.news()
+                self.news += agents.poll_events()
 
     def answer(self) -> Answer | None:
         """What the driver has said, if it has listened."""
@@ -357,7 +378,7 @@ class Caller:
 @pytest.fixture
 def agents(spark: Any, tmp_path: Path) -> Iterator[Agents]:
     plan = RunPlan.make(load("digits"), Averaging(), Spark(spark, 1), Request(steps=1), None)
-    made = Agents(spark, Birth(plan, tmp_path, 1, keys=Keys.make(), host="127.0.0.1"), "", None, lambda only: None)
+    made = Agents(spark, NodeSpec(plan, tmp_path, 1, keys=Keys.make(), host="127.0.0.1"), "", None, lambda only: None)
     made.place([Node(f"worker-{index}", "worker", True, index) for index in range(2)])
     yield made
     made.close(0.1)
@@ -365,17 +386,17 @@ def agents(spark: Any, tmp_path: Path) -> Iterator[Agents]:
 
 def test_a_place_is_given_once_and_again_under_another_name(agents: Agents) -> None:
     first = Caller(agents, 0)
-    assert first.answer() == Welcome(Node("worker-0", "worker", True, 0)) and first.news == []
+    assert first.answer() == Assignment(Node("worker-0", "worker", True, 0)) and first.news == []
     orphan = Caller(agents, 0)
-    assert isinstance(orphan.answer(), Fenced) and orphan.socket.recv(1) == b""
+    assert isinstance(orphan.answer(), Refusal) and orphan.socket.recv(1) == b""
     first.socket.close()
-    (death,) = agents.news()
-    assert isinstance(death, Died) and death.name == "worker-0" and death.replaced
+    (death,) = agents.poll_events()
+    assert isinstance(death, NodeExited) and death.name == "worker-0" and death.replaced
     second = Caller(agents, 0)
     (came,) = second.news
-    assert isinstance(came, Came) and second.answer().node.name == "worker-0~2" == came.node.name
-    agents.end("worker-0~2")
-    assert [type(news) for news in agents.news()] == [Died] and second.socket.recv(1) == b""
+    assert isinstance(came, NodeStarted) and second.answer().node.name == "worker-0~2" == came.node.name
+    agents.kill("worker-0~2")
+    assert [type(news) for news in agents.poll_events()] == [NodeExited] and second.socket.recv(1) == b""
     for caller in (orphan, second):
         caller.socket.close()
 
@@ -383,23 +404,23 @@ def test_a_place_is_given_once_and_again_under_another_name(agents: Agents) -> N
 def test_an_executor_is_given_one_agent_at_a_time(agents: Agents) -> None:
     first = Caller(agents, 0)
     misplaced = Caller(agents, 1)
-    assert first.answer() and misplaced.answer() == Fenced("its executor has an agent already")
+    assert first.answer() and misplaced.answer() == Refusal("its executor has an agent already")
     elsewhere = Caller(agents, 1, executor="another")
-    assert elsewhere.answer() == Welcome(Node("worker-1", "worker", True, 1))
+    assert elsewhere.answer() == Assignment(Node("worker-1", "worker", True, 1))
     for caller in (first, misplaced, elsewhere):
         caller.socket.close()
 
 
-def test_an_aggregator_is_beside_the_first_learner_of_its_host_and_dies_with_it(agents: Agents) -> None:
+def test_an_aggregator_runs_in_the_agent_of_the_first_worker_of_its_host_and_dies_with_it(agents: Agents) -> None:
     _, *others = Server(topology="tree", fan_out=2).nodes(3)
     agents.place(others)
     callers = [Caller(agents, index, executor=f"executor {index}") for index in range(3)]
     answers = [caller.answer() for caller in callers]
-    assert [[node.name for node in answer.beside] for answer in answers] == [["aggregator-0"], [], ["aggregator-1"]]
+    assert [[node.name for node in answer.colocated] for answer in answers] == [["aggregator-0"], [], ["aggregator-1"]]
     callers[0].socket.close()
-    assert [death.name for death in agents.news()] == ["aggregator-0", "worker-0"]  # type: ignore[union-attr]
+    assert [death.name for death in agents.poll_events()] == ["aggregator-0", "worker-0"]  # type: ignore[union-attr]
     again = Caller(agents, 0, executor="executor 0")
-    assert again.answer().beside == (), "its learners have turned to the hub"
+    assert again.answer().colocated == (), "its workers have turned to the hub"
     for caller in (*callers[1:], again):
         caller.socket.close()
 
@@ -413,12 +434,12 @@ def test_strangers_get_no_place(agents: Agents) -> None:
 @pytest.mark.parametrize("text", [b"\x97\x00\xa1\xff\xa0\x00\xa0\x00\x00", b"\x98" + b"\x91" * 4000, b""])
 def test_an_agent_of_another_version_gets_no_place_and_harms_nobody(agents: Agents, text: bytes) -> None:
     with socket.create_connection(agents.address) as other, ThreadPoolExecutor(1) as beside:
-        told = beside.submit(introduce, other, agents.keys, LIFELINE, text)
+        told = beside.submit(authenticate, other, agents.keys, LIFELINE, text)
         while not told.done():
-            assert agents.news() == []
+            assert agents.poll_events() == []
         assert isinstance(told.exception(), ConnectionError) and agents.living == {}
     friend = Caller(agents, 0)
-    assert isinstance(friend.answer(), Welcome)
+    assert isinstance(friend.answer(), Assignment)
     friend.socket.close()
 
 
@@ -456,7 +477,7 @@ def test_the_deadline_of_one_exchange_cancels_no_other(
         assert slow.result() is None
         (tmp_path / "slow is over").touch()
         assert other.result() == ["worker-1"]
-    jobs.settle()
+    jobs.drain()
     assert len(notes) == 1 and "an exchange has failed" in notes[0]
     jobs.close()
     for caller in callers:
@@ -470,7 +491,7 @@ def wait_for(file: Path) -> None:
         time.sleep(0.05)
 
 
-# ---- the desk -------------------------------------------------------------------------------------------------------
+# ---- the agent's server ---------------------------------------------------------------------------------------------
 
 
 class Word(Message, frozen=True):
@@ -480,50 +501,50 @@ class Word(Message, frozen=True):
 
 
 class Node_:
-    """What a desk wants of a node."""
+    """As much of a node as its server uses."""
 
-    def __init__(self, offers: Offers, memory: Memory) -> None:
+    def __init__(self, offers: SparkCollectives, memory: Memory) -> None:
         self.lock = threading.Lock()
         self.offers = offers
         self.memory = memory
         self.events: list[Event] = []
 
-    def receive(self, sender: str, message: Message) -> None:
+    def handle(self, sender: str, message: Message) -> None:
         self.events += self.offers.receive(message)
 
 
 @pytest.mark.parametrize("count", [4, 10**5])
 def test_tasks_fetch_offers_and_hand_over_broadcasts(count: int, tmp_path: Path) -> None:
     sent: list[tuple[str, Message]] = []
-    offers = Offers("worker-0", lambda to, message: sent.append((to, message)))
+    offers = SparkCollectives("worker-0", lambda to, message: sent.append((to, message)))
     node = Node_(offers, Memory(tmp_path, "worker-0"))
-    desk = Desk(node, offers, tmp_path, [Down[Word]])  # type: ignore[arg-type]
+    server = AgentServer(node, offers, tmp_path, [Announcement[Word]])  # type: ignore[arg-type]
     members = ("hub", "worker-0")
     try:
-        assert offers.reduce(Reduce("round 1", members, torch.arange(count).float(), 2.0, 5)) == []
+        assert offers.reduce(Reduce(Tag(ROUND, 1), members, torch.arange(count).float(), 2.0, 5)) == []
         assert [type(message).__name__ for _, message in sent] == ["Offered"]
         here = [("worker-0", str(tmp_path))]
         for _ in range(2):
-            (total,) = fetched("round 1", 0, "a run")(iter(here))
-            assert total is not None and total.up.values.tolist() == list(range(0, 2 * count, 2))
-            assert total.up.weight == 2.0 and total.up.covers == {"worker-0": 5}
+            (total,) = fetch_task(Tag(ROUND, 1), 0, "a run")(iter(here))
+            assert total is not None and total.contribution.values.tolist() == list(range(0, 2 * count, 2))
+            assert total.contribution.weight == 2.0 and total.contribution.steps == {"worker-0": 5}
             del total
         assert node.memory.used_bytes == 0, "what was lent to a task has been returned"
-        assert list(fetched("round 2", 0, "a run")(iter(here))) == [None]
-        assert list(fetched("round 1", 0, "a run")(iter([("worker-1", str(tmp_path / "gone"))]))) == [None]
-        frames = Codec([Message]).encode(Down("round", 0, members, (), Word(torch.ones(3))))
+        assert list(fetch_task(Tag(ROUND, 2), 0, "a run")(iter(here))) == [None]
+        assert list(fetch_task(Tag(ROUND, 1), 0, "a run")(iter([("worker-1", str(tmp_path / "gone"))]))) == [None]
+        frames = Codec([Message]).encode(Announcement(ROUND, 0, members, Word(torch.ones(3))))
         (tmp_path / "file").write_bytes(pickle.dumps([pickle.PickleBuffer(frame) for frame in frames], protocol=5))
         for variable in ({"value": frames, "_path": None}, {"_path": str(tmp_path / "file")}):
             # a task that runs again brings nothing new
-            assert list(delivered(type("Variable", (), variable))(iter(here))) == ["worker-0"]
+            assert list(deliver_task(type("Variable", (), variable))(iter(here))) == ["worker-0"]
         (event,) = node.events
         assert isinstance(event, Broadcasted) and event.message.values.tolist() == [1, 1, 1]  # type: ignore[attr-defined]
-        again = Codec([Message]).encode(Down("round", 1, members, (), Word(torch.zeros(3))))
+        again = Codec([Message]).encode(Announcement(ROUND, 1, members, Word(torch.zeros(3))))
         (tmp_path / "file").write_bytes(pickle.dumps([pickle.PickleBuffer(frame) for frame in again], protocol=5))
-        assert list(delivered(type("Variable", (), {"_path": str(tmp_path / "file")}))(iter(here))) == ["worker-0"]
+        assert list(deliver_task(type("Variable", (), {"_path": str(tmp_path / "file")}))(iter(here))) == ["worker-0"]
         assert len(node.events) == 2
     finally:
-        desk.close()
+        server.close()
     assert ask(str(tmp_path), frames) is None
 
 
@@ -537,19 +558,19 @@ def test_an_agent_reads_bytes_only(tmp_path: Path) -> None:
 def test_where_memory_is_out_of_sight_offers_come_along(
     lost: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers = Offers("worker-0", lambda to, message: None)
-    desk = Desk(Node_(offers, Memory(tmp_path, "worker-0")), offers, tmp_path, [Down[Word]])  # type: ignore[arg-type]
+    offers = SparkCollectives("worker-0", lambda to, message: None)
+    server = AgentServer(Node_(offers, Memory(tmp_path, "worker-0")), offers, tmp_path, [Announcement[Word]])  # type: ignore[arg-type]
 
     def refuse(*_: Any) -> Any:
         raise lost("no access")
 
     monkeypatch.setattr(PeerMemory, "borrow", refuse)
     try:
-        offers.reduce(Reduce("round 1", ("hub", "worker-0"), torch.ones(10**5), 2.0, 5))
-        (total,) = fetched("round 1", 0, "a run")(iter([("worker-0", str(tmp_path))]))
-        assert total is not None and total.up.values.sum() == 2 * 10**5
+        offers.reduce(Reduce(Tag(ROUND, 1), ("hub", "worker-0"), torch.ones(10**5), 2.0, 5))
+        (total,) = fetch_task(Tag(ROUND, 1), 0, "a run")(iter([("worker-0", str(tmp_path))]))
+        assert total is not None and total.contribution.values.sum() == 2 * 10**5
     finally:
-        desk.close()
+        server.close()
 
 
 def offered(node: str, values: torch.Tensor, weight: float = 1.0, steps: int = 1, code: str = "none") -> Sum:
@@ -566,11 +587,11 @@ class Offerer:
         def outgoing(_: str, message: Message) -> Message:
             return compressor.pack(Stream("", "reductions"), message) if compressor else message
 
-        self._offers = Offers(node, lambda to, message: None, outgoing=outgoing)
+        self._offers = SparkCollectives(node, lambda to, message: None, outgoing=outgoing)
         self._number = itertools.count()
 
     def offer(self, values: torch.Tensor, weight: float, steps: int) -> Sum:
-        tag = f"round {next(self._number)}"
+        tag = Tag(ROUND, next(self._number))
         self._offers.reduce(Reduce(tag, ("hub", self._offers.node), values, weight, steps))
         return travelled(Sum(self._offers.offer(tag, 0), "a run"))  # type: ignore[arg-type]
 
@@ -584,21 +605,21 @@ def travelled(total: Sum) -> Sum:
 def test_sums_add_up_whoever_is_missing() -> None:
     one, other = offered("a", torch.ones(2)), offered("b", torch.ones(2), weight=2.0, steps=3)
     total = add(add(None, one), add(other, None))
-    assert total is not None and total.up.values.tolist() == [3, 3]
-    assert total.up.weight == 3.0 and total.up.covers == {"a": 1, "b": 3} and add(None, None) is None
+    assert total is not None and total.contribution.values.tolist() == [3, 3]
+    assert total.contribution.weight == 3.0 and total.contribution.steps == {"a": 1, "b": 3} and add(None, None) is None
 
 
 def test_a_task_that_adds_to_an_offer_leaves_the_offer_as_it_is() -> None:
     mine = torch.ones(3)
-    one = Sum(Up("round 1", (), mine, 1.0, {"a": 1}), "a run")
+    one = Sum(Contribution(Tag(ROUND, 1), mine, 1.0, {"a": 1}), "a run")
     total = add(one, offered("b", torch.ones(3)))
-    assert total is not None and total.up.values.tolist() == [2, 2, 2] and mine.tolist() == [1, 1, 1]
+    assert total is not None and total.contribution.values.tolist() == [2, 2, 2] and mine.tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_a_sum_of_any_type_travels_as_it_is(dtype: torch.dtype) -> None:
     values = torch.randn(1000, generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert torch.equal(travelled(offered("a", values)).up.values, values)
+    assert torch.equal(travelled(offered("a", values)).contribution.values, values)
 
 
 @pytest.mark.parametrize(("code", "share"), [("fp16", 0.5), ("bf16", 0.5), ("int8", 0.26)])
@@ -616,10 +637,10 @@ def test_sums_travel_compressed_and_what_rounding_loses_comes_with_the_next(code
         partial = [add(add(offers[0], offers[1]), offers[2]), add(offers[3], offers[4])]
         assert len(pickle.dumps(partial[1], protocol=5)) < (share + 0.01) * 4 * count
         total = add(*(travelled(part) for part in partial if part is not None))
-        assert total is not None and total.up.weight == 12 and total.up.covers.keys() == set("abcde")
-        assert total.up.values.dtype == torch.float32
+        assert total is not None and total.contribution.weight == 12 and total.contribution.steps.keys() == set("abcde")
+        assert total.contribution.values.dtype == torch.float32
         meant += sum(v.double() * w for v, w in zip(values, weights, strict=True))
-        got += total.up.values.double()
+        got += total.contribution.values.double()
         first = first or float((meant - got).norm())
         assert number or first > 0, "the code loses something"
     assert float((meant - got).norm()) < 3 * first, "what is lost does not add up"
@@ -635,20 +656,22 @@ def test_a_large_offer_comes_in_parts_with_its_buffers_as_they_are(code: str) ->
         return compressor.pack(Stream("", f"{message.part}"), message) if compressor else message
 
     sent: list[Any] = []
-    offers = Offers("a", lambda _, m: sent.append(m), 1.0, parameters, len(vector), outgoing=outgoing, part_bytes=8000)
-    offers.reduce(Reduce("round 1", ("hub", "a"), vector, 1.0, 1))
+    offers = SparkCollectives(
+        "a", lambda _, m: sent.append(m), 1.0, parameters, len(vector), outgoing=outgoing, part_bytes=8000
+    )
+    offers.reduce(Reduce(Tag(ROUND, 1), ("hub", "a"), vector, 1.0, 1))
     assert sent[0].parts == 4, "three of the parameters, and the buffers"
-    parts = [Sum(offers.offer("round 1", part), "a run").up.values for part in range(4)]  # type: ignore[arg-type]
-    assert offers.offer("round 1", 4) is None and max(map(len, parts)) * 4 <= 8000
+    parts = [Sum(offers.offer(Tag(ROUND, 1), part), "a run").contribution.values for part in range(4)]  # type: ignore[arg-type]
+    assert offers.offer(Tag(ROUND, 1), 4) is None and max(map(len, parts)) * 4 <= 8000
     assert torch.equal(parts[-1], vector[parameters:])
     assert float((torch.cat(parts) - vector).abs().max()) < (0.02 if code == "int8" else 1e-9)
 
 
 def test_a_root_learns_of_a_sum_or_that_nobody_is_left() -> None:
-    root = Offers("hub", lambda to, message: None)
-    for tag in ("round 1", "round 2"):
+    root = SparkCollectives("hub", lambda to, message: None)
+    for tag in (Tag(ROUND, 1), Tag(ROUND, 2)):
         root.reduce(Reduce(tag, ("hub", "a", "b")))
-    (reduced,) = root.receive(Up("round 1", ("hub", "a", "b"), torch.ones(2), 3.0, {"b": 3, "a": 1}))
+    (reduced,) = root.receive(Total(Tag(ROUND, 1), torch.ones(2), 3.0, {"b": 3, "a": 1}))
     assert isinstance(reduced, Reduced) and reduced.contributors == ("a", "b") and reduced.steps == (1, 3)
-    (reduced,) = root.receive(Up("round 2", ("hub", "a"), torch.empty(0), 0.0, {}))
+    (reduced,) = root.receive(Total(Tag(ROUND, 2), torch.empty(0), 0.0, {}))
     assert isinstance(reduced, Reduced) and reduced.total is None and reduced.weight == 0

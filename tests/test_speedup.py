@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import tether.learner
+import tether.learner.learner
 from tether import Averaging, Local, Server, Sim, Single, UsageError
-from tether.learner import Learner
-from tether.report import RunRecord, load_run, speedups
-from tether.runtimes.sim import StepTime
-from tether.speedup import falls, fit, fits, speedup
+from tether.analysis.report import speedups
+from tether.analysis.runs import RunRecord, load_run
+from tether.analysis.speedup import falls, fit, fits, speedup
+from tether.learner.learner import Learner
+from tether.runtimes.sim.costs import StepTime
 from tether.tasks import load as load_task
-from tether.testing import Blobs, train_quietly
+from tether.testing.conformance import Blobs, train_quietly
 
 # ---- the function ---------------------------------------------------------------------------------------------------
 
@@ -37,11 +38,11 @@ def test_without_communication_k_workers_that_need_a_kth_of_the_steps_are_k_time
         assert speedup(**ideal, rounds=120 / workers, workers=workers, load_seconds=7.0) == pytest.approx(workers)
 
 
-def test_where_loading_is_all_that_costs_the_speedup_is_the_number_of_shards() -> None:
+def test_where_only_loading_takes_time_the_speedup_is_the_number_of_shards() -> None:
     assert speedup(**ROUNDS, load_seconds=1e9) == pytest.approx(4, rel=1e-6)
 
 
-def test_rare_exchanges_cost_little_and_dear_ones_make_many_workers_slower_than_one() -> None:
+def test_rare_exchanges_cost_little_and_slow_ones_make_many_workers_slower_than_one() -> None:
     rare = {**ROUNDS, "tau": 1000, "rounds": 100 / 4 / 1000}
     assert 3.9 < speedup(**rare) < 4
     assert speedup(**{**ROUNDS, "exchange_seconds": 100.0}) < 0.06
@@ -85,7 +86,7 @@ def progress(node: str, steps: int, compute: float, wait: float = 0.0, **more: f
 
 
 def evaluations(seconds_per_step: float, steps: int, **metrics: list[float | None]) -> list[dict[str, Any]]:
-    """One after each so many steps."""
+    """An evaluation after every `steps` steps."""
     rows = [dict(zip(metrics, values, strict=True)) for values in zip(*metrics.values(), strict=True)]
     return [
         {"kind": "evaluation", "time": i * steps * seconds_per_step, "step": i * steps, "samples": i, "metrics": row}
@@ -172,7 +173,7 @@ def test_real_and_virtual_time_and_other_tasks_are_not_compared(tmp_path: Path) 
 
 def test_what_cannot_be_fitted_is_refused_in_words(tmp_path: Path) -> None:
     alone, run = run_in(tmp_path / "a", "single", ALONE), run_in(tmp_path / "b", "averaging", TOGETHER)
-    with pytest.raises(UsageError, match="b is no run of one learner"):
+    with pytest.raises(UsageError, match="b is not a run of one worker"):
         fit(run, alone, "error", 0.3)
     with pytest.raises(UsageError, match=r"b never reached error <= 0\.2"):
         fit(alone, run, "error", 0.2)
@@ -206,7 +207,7 @@ def test_the_prediction_for_simulated_runs_is_within_a_tenth_of_what_was_measure
         assert each.load_seconds == 0
         assert each.step_seconds == pytest.approx(0.1)
     averaging = found["averaging"]
-    assert averaging.exchange_seconds > 0.3 * averaging.tau * averaging.step_seconds, "communication shall matter"
+    assert averaging.exchange_seconds > 0.3 * averaging.tau * averaging.step_seconds, "communication must matter"
     free = speedup(
         steps_alone=averaging.steps_alone,
         step_seconds=averaging.step_seconds,
@@ -241,11 +242,11 @@ def test_a_learner_counts_only_the_time_in_which_it_waits_for_data(monkeypatch: 
             Clock.now += 3.0
             yield points, labels
 
-    monkeypatch.setattr(tether.learner, "time", Clock)
+    monkeypatch.setattr(tether.learner.learner, "time", Clock)
     learner = Learner(Slow(), batches(), node="worker-0", seed=0)
     assert learner.load_seconds == 0
     for _ in range(2):
-        learner.compute("flat", False)
+        learner.compute("dense", False)
     assert learner.load_seconds == 6.0
 
 
@@ -275,18 +276,26 @@ def test_the_terminal_shows_the_quantities_in_80_columns(tmp_path: Path) -> None
     assert max(map(len, text.splitlines())) <= 80
     assert rows["run"] == ["[b]"]
     assert rows["target"] == ["error 0.3"]
-    numbers = {"workers": "2", "N": "40", "C (s)": "0.5", "L (s)": "4", "tau": "4", "S (s)": "1", "M": "8"}
+    numbers = {
+        "workers": "2",
+        "steps alone (N)": "40",
+        "seconds per step (C)": "0.5",
+        "seconds waiting for data (L)": "4",
+        "steps per round (tau)": "4",
+        "seconds idle per round (S)": "1",
+        "rounds (M)": "8",
+    }
     assert {name: rows[name] for name in numbers} == {name: [cell] for name, cell in numbers.items()}
-    assert (rows["predicted"], rows["measured"]) == (["0.92"], ["1.00"])
-    assert "Left out: workers that slow each other down" in " ".join(text.split())
+    assert (rows["speedup predicted"], rows["speedup measured"]) == (["0.92"], ["1.00"])
+    assert "The model leaves out workers that slow each other down" in " ".join(text.split())
     assert shown([run]) == ""
 
 
 def test_the_page_has_a_table_and_a_plot_only_where_runs_can_be_compared(tmp_path: Path) -> None:
-    plots = pytest.importorskip("tether.plots")
+    plots = pytest.importorskip("tether.analysis.plots")
     from matplotlib.figure import Figure
 
-    from tether.report import write_report
+    from tether.analysis.report import write_report
 
     alone, run = run_in(tmp_path / "a", "single", ALONE), run_in(tmp_path / "b", "averaging", TOGETHER)
     page = write_report([alone, run], tmp_path / "both")[0].read_text("utf-8")
@@ -297,10 +306,10 @@ def test_the_page_has_a_table_and_a_plot_only_where_runs_can_be_compared(tmp_pat
     assert part.count("<figure>") == 1
     assert "Speedup" not in write_report([run], tmp_path / "one")[0].read_text("utf-8")
 
-    section = next(s for s in plots.sections(plots.looks([alone, run])) if s.title == "Speedup")
+    section = next(s for s in plots.sections(plots.style_runs([alone, run])) if s.title == "Speedup")
     figure = Figure(layout="constrained")
     section.panels[0].draw(figure)
     diagonal, point = figure.axes[0].lines
     assert list(diagonal.get_xdata()) == list(diagonal.get_ydata())
     assert (*point.get_xdata(), *point.get_ydata()) == pytest.approx((24 / 26, 1.0))
-    assert point.get_label() == "averaging x2 (local): 0.92 predicted, 1.00 measured"
+    assert point.get_label() == "b (averaging, 2 workers, local): 0.92 predicted, 1.00 measured"

@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from tether.errors import RunError, UsageError
-from tether.store import Field, Mapped, Store
-from tether.task import Batches, Task
+from tether.learner.data import Batches
+from tether.runtimes.spark.store import Field, MappedDataset, Store
+from tether.task import Task
 
 FIELDS = (Field("features", "float32", (8,)), Field("label", "int64"))
 
@@ -44,7 +45,7 @@ def test_what_does_not_fit_is_read_from_a_file_without_a_name(tmp_path: Path) ->
     store = filled(memory_mb=0.01, directory=str(tmp_path), progress=lambda *so_far: told.append(so_far))
     assert store.spilled and told[-1] == (1000, 40_000)
     data = store.dataset()
-    assert isinstance(data, Mapped) and list(tmp_path.iterdir()) == []
+    assert isinstance(data, MappedDataset) and list(tmp_path.iterdir()) == []
     assert f"{tmp_path}" in Path("/proc/self/maps").read_text()
     assert len(data) == 1000 and data[7][1] == 7
     spilled = next(Batches(Task(), data, seed=3))

@@ -1,4 +1,4 @@
-"""The study: cells, what is kept of them, what is refused, and that its words are those of its numbers."""
+"""The study: its cells, the file that keeps them, the input it refuses, and the words that follow from the numbers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tether import cli, study
+from tether.cli import app as cli
 from tether.errors import UsageError
+from tether.sweeps import study
 
 BLOBS = """
-import tether.testing
+import tether.testing.conformance
 
-class Small(tether.testing.Blobs):
+class Small(tether.testing.conformance.Blobs):
     epochs = 1
 
-class Plain(Small):  # the size of its mini-batches is no option
+class Plain(Small):  # the size of its mini-batches is not an option
     def __init__(self): super().__init__(batch_size=32, norm=False)
     def evaluate(self, model): return {"mistakes": super().evaluate(model)["error"], "other": 1.0}
 
@@ -38,7 +39,7 @@ def blobs(tmp_path: Path) -> str:
 
 
 def run(task: str, to: Path, **others: Any) -> dict[str, Any]:
-    grid = {"mu": (16, 64), "learners": (1, 4), "protocols": ("hard", "1-soft")}
+    grid = {"mu": (16, 64), "workers": (1, 4), "protocols": ("hard", "1-soft")}
     grid = {name: others.pop(name, value) for name, value in grid.items()}
     settings = study.Settings.make(task, **{"step_seconds": "16=0.01,64=0.02", **others})
     return study.study(settings, **grid, to=to, console=Console(file=io.StringIO()))
@@ -46,7 +47,7 @@ def run(task: str, to: Path, **others: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The cells that are simulated, as they are."""
+    """The cells that are simulated, in their order."""
     ran: list[str] = []
     simulate = study._simulate
 
@@ -58,7 +59,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-def test_a_study_of_two_by_two_by_two_runs_one_learner_once(blobs: str, tmp_path: Path, runs: list[str]) -> None:
+def test_a_study_of_two_by_two_by_two_runs_one_worker_once(blobs: str, tmp_path: Path, runs: list[str]) -> None:
     outcome = run(f"{blobs}:Small", tmp_path / "to")
     assert len(runs) == len(set(runs)) == len(outcome["rows"]) == 6
     by = {(row["protocol"], row["mu"], row["lambda"]): row for row in outcome["rows"]}
@@ -80,17 +81,17 @@ def test_a_second_call_runs_nothing_and_a_larger_grid_only_what_is_new(
     blobs: str, tmp_path: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(study, "TIMING_SECONDS", 0.01)
-    first = run(f"{blobs}:Small", tmp_path, step_seconds=None, learners=(1, 2))
+    first = run(f"{blobs}:Small", tmp_path, step_seconds=None, workers=(1, 2))
     kept = (tmp_path / "study.json").read_bytes()
     assert json.loads(kept)["measured_seconds"].keys() == {"16", "64"}
     runs.clear()
-    assert run(f"{blobs}:Small", tmp_path, step_seconds=None, learners=(1, 2)) == first
+    assert run(f"{blobs}:Small", tmp_path, step_seconds=None, workers=(1, 2)) == first
     assert not runs and (tmp_path / "study.json").read_bytes() == kept
-    run(f"{blobs}:Small", tmp_path, step_seconds=None, learners=(1, 2), protocols=("hard", "lambda-soft"))
+    run(f"{blobs}:Small", tmp_path, step_seconds=None, workers=(1, 2), protocols=("hard", "lambda-soft"))
     assert runs == ["2-soft mu=16 lambda=2", "2-soft mu=64 lambda=2"]
 
 
-def test_a_study_that_was_stopped_goes_on(blobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_study_that_was_stopped_continues(blobs: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(f"{blobs}:Small", tmp_path / "whole")
     simulate, ran = study._simulate, []
 
@@ -115,23 +116,23 @@ def test_other_settings_are_refused_by_name(blobs: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"link was '1gbit', now '2gbit', seed was 0, now 1"):
         run(f"{blobs}:Small", tmp_path, seed=1, link="2gbit")
     (tmp_path / "study.json").write_text("{}")
-    with pytest.raises(UsageError, match="no study of this version"):
+    with pytest.raises(UsageError, match="not a study of this version"):
         run(f"{blobs}:Small", tmp_path)
 
 
-def test_a_configuration_that_diverges_is_told_and_does_not_end_the_study(blobs: str, tmp_path: Path) -> None:
-    outcome = run(f"{blobs}:Wild", tmp_path, mu=(500,), learners=(1,), epochs=8)
+def test_a_configuration_that_diverges_is_reported_and_does_not_end_the_study(blobs: str, tmp_path: Path) -> None:
+    outcome = run(f"{blobs}:Wild", tmp_path, mu=(500,), workers=(1,), epochs=8)
     assert [row["error"] for row in outcome["rows"]] == [None] and "loss became" in outcome["rows"][0]["failed"]
     assert "No configuration converged" in outcome["recommendation"]
     assert "diverged" in shown(study.table(outcome))
 
 
-def test_cells_with_fewer_learners_than_updates_are_left_out_and_named(blobs: str, tmp_path: Path) -> None:
-    outcome = run(f"{blobs}:Small", tmp_path, mu=(64,), learners=(1, 2, 4), protocols=("4-soft", "lambda-soft"))
+def test_cells_with_fewer_workers_than_updates_are_left_out_and_named(blobs: str, tmp_path: Path) -> None:
+    outcome = run(f"{blobs}:Small", tmp_path, mu=(64,), workers=(1, 2, 4), protocols=("4-soft", "lambda-soft"))
     assert outcome["left_out"] == ["4-soft with lambda=2"]
     assert "4-soft with lambda=2" in shown(study.table(outcome))
     found = {(row["protocol"], row["lambda"]): row["error"] for row in outcome["rows"]}
-    assert found["4-soft", 4] == found["lambda-soft", 4], "with four learners they are the same run"
+    assert found["4-soft", 4] == found["lambda-soft", 4], "with four workers they are the same run"
 
 
 def shown(renderable: Any) -> str:
@@ -154,7 +155,7 @@ def findings(errors: dict[tuple[int, int], float], batch: int = 128) -> dict[str
 
 
 def test_rudra_table2_the_rule_is_recommended_where_mu_lambda_decides() -> None:
-    """Hardly any spread at about 128, much between 128 and 1024: 30 learners should take mu = 128 / 30."""
+    """Hardly any spread at about 128, much between 128 and 1024: 30 workers should take mu = 128 / 30."""
     told = findings({(128, 1): 0.179, (4, 30): 0.181, (8, 18): 0.189, (32, 30): 0.272, (64, 18): 0.283})
     ratios = told["ratios"]
     assert ratios["spread_hard_mu_lambda_128"] == pytest.approx(1.0)
@@ -173,7 +174,7 @@ def test_the_rule_is_not_recommended_where_the_cells_do_not_support_it() -> None
     few = findings({(128, 1): 0.1, (4, 2): 0.4})
     assert "Too few cells" in few["recommendation"] and "spread_hard" not in few["ratios"]
     many = findings({(8, 1): 0.1, (1, 8): 0.1, (16, 1): 0.2, (1, 16): 0.2}, batch=8)
-    assert "cannot be kept at 8 with 16 learners" in many["recommendation"]
+    assert "cannot be kept at 8 with 16 workers" in many["recommendation"]
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -221,7 +222,7 @@ def test_json_is_one_object_and_progress_a_line_for_each_cell(
         (["--set", "tau=2"], "unknown option"),
     ],
 )
-def test_bad_input_is_told_in_a_line_with_status_2(
+def test_bad_input_is_refused_in_a_line_with_status_2(
     words: list[str],
     expected: str,
     blobs: str,

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent
 
 
 def pytest_in_the_background(directory: Path, test: str) -> subprocess.CompletedProcess[str]:
-    """Run a test with our conftest, started as a shell starts what is followed by `&`."""
+    """Run a test with our conftest, started as a shell starts a command that ends with `&`."""
     (directory / "test_it.py").write_text(textwrap.dedent(test))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "-p", "no:cacheprovider", "test_it.py"]
     path = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
@@ -30,7 +30,7 @@ def pytest_in_the_background(directory: Path, test: str) -> subprocess.Completed
     )
 
 
-def test_what_tests_start_can_be_interrupted_though_the_suite_runs_in_the_background(tmp_path: Path) -> None:
+def test_processes_of_tests_can_be_interrupted_although_the_suite_runs_in_the_background(tmp_path: Path) -> None:
     done = pytest_in_the_background(
         tmp_path,
         """

@@ -1,4 +1,4 @@
-"""Seeds draw whole runs with faults: all go well, and a bug that is planted does not stay hidden."""
+"""Seeds draw whole runs with faults: all of them succeed, and a planted bug does not stay hidden."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import msgspec
 import pytest
 
 from test_collectives import never_resend_broadcasts, never_resend_sums
+from tether.core.vector import digest
 from tether.errors import UsageError
-from tether.learner import SyntheticLearner
+from tether.execution.directory import RunDirectory
+from tether.learner.synthetic import SyntheticLearner
 from tether.protocols import known
 from tether.protocols.ledger import Ledger
-from tether.rundir import RunDirectory
 from tether.runtimes.base import Outcome
-from tether.runtimes.faults import Faults, Kind
-from tether.swarm import Cluster, Scenario, Verdict, draw, judge, play, shrink, swarm
-from tether.vector import digest
+from tether.runtimes.sim.faults import Faults, Kind
+from tether.testing.swarm import Cluster, Scenario, Verdict, draw, judge, play, shrink, swarm
 
 SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.json"))
 
@@ -31,11 +31,11 @@ def played(scenario: Scenario, directory: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("file", SCENARIOS, ids=lambda file: file.stem)
-def test_a_scenario_that_once_failed_goes_well(file: Path) -> None:
+def test_a_scenario_that_once_failed_succeeds(file: Path) -> None:
     assert judge(Scenario.load(file)).error == ""
 
 
-def test_sixty_seeds_go_well() -> None:
+def test_sixty_seeds_succeed() -> None:
     seen: list[Verdict] = []
     assert swarm(range(60), each=seen.append) == []
     assert [verdict.seed for verdict in seen] == list(range(60))
@@ -82,13 +82,13 @@ def test_a_run_that_loses_its_hub_or_all_workers_resumes_with_other_workers(tmp_
     hub = losing(Faults().crash("hub", at=1.5))
     outcome, verdict = play(hub, tmp_path / "hub")
     assert verdict.parts == 2 and set(outcome.meters) == {"hub", "worker-0", "worker-1"}
-    assert outcome.meters["worker-0"].steps < 30, "it began anew"
+    assert outcome.meters["worker-0"].steps < 30, "it began again"
     everybody = Faults().crash("worker-0", at=1.0).crash("worker-1", at=1.1).crash("worker-2", at=1.2)
     assert play(losing(everybody), tmp_path / "everybody")[1].parts == 2
 
 
 @pytest.mark.parametrize("damages", [False, True], ids=["full", "damage"])
-def test_checkpoints_that_the_disk_has_cost_are_made_up_for_by_older_ones(damages: bool, tmp_path: Path) -> None:
+def test_older_checkpoints_replace_those_that_the_disk_has_lost(damages: bool, tmp_path: Path) -> None:
     """The later the last good checkpoint, the fewer steps are made again."""
     lost = Faults().crash("hub", at=1.5)
     intact = played(losing(lost), tmp_path / "intact").meters["worker-0"].steps
@@ -120,7 +120,7 @@ def test_a_swarm_can_keep_to_one_protocol(protocol: str) -> None:
 
 @pytest.fixture(scope="module")
 def wrong() -> list[Verdict]:
-    """What a planted loss leads to within a few seeds."""
+    """The failures that a planted loss causes within a few seeds."""
     return swarm(range(20), plant="drop")
 
 
@@ -129,19 +129,19 @@ def test_a_planted_loss_is_found_and_its_seed_fails_the_same_way_again(wrong: li
     for verdict in wrong:
         assert verdict.error.startswith(("Stalled: ", "RunError: the model did not learn", "InvariantBroken: "))
         assert judge(draw(verdict.seed, plant="drop")).error == verdict.error
-        assert judge(draw(verdict.seed)).error == "", "without the plant the seed goes well"
+        assert judge(draw(verdict.seed)).error == "", "without the plant the seed succeeds"
 
 
 def test_a_verdict_reads_the_same_in_every_process() -> None:
-    """Whatever order sets have there."""
-    code = "from tether.swarm import draw, judge; print(judge(draw(9, 'server', plant='drop')).error)"
+    """The order of sets differs from process to process."""
+    code = "from tether.testing.swarm import draw, judge; print(judge(draw(9, 'server', plant='drop')).error)"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=True, text=True)
     assert done.stdout.startswith("Stalled: ")
     assert done.stdout == judge(draw(9, "server", plant="drop")).error + "\n"
 
 
-def test_a_verdict_tells_what_its_seed_stands_for(wrong: list[Verdict]) -> None:
+def test_a_verdict_says_what_its_seed_stands_for(wrong: list[Verdict]) -> None:
     verdict = wrong[0]
     text = str(verdict.scenario)
     assert str(verdict.scenario.options) in text and "drop " in text
@@ -156,7 +156,7 @@ def test_a_failing_seed_is_shrunk_to_a_scenario_file_that_fails_the_same_way(
     assert small.error.partition(":")[0] == large.error.partition(":")[0]
     assert [fault.kind for fault in small.scenario.faults] == ["drop"]
     assert small.scenario.workers(0) <= large.scenario.workers(0) and small.scenario.steps < large.scenario.steps
-    assert shrink(large).scenario == small.scenario, "another time it is shrunk to something else"
+    assert shrink(large).scenario == small.scenario, "shrinking does not repeat"
     (file := tmp_path / "small.json").write_text(small.scenario.dump())
     assert Scenario.load(file) == small.scenario
     assert judge(Scenario.load(file)).error == small.error
@@ -164,12 +164,12 @@ def test_a_failing_seed_is_shrunk_to_a_scenario_file_that_fails_the_same_way(
 
 def test_shrinking_is_bounded(wrong: list[Verdict], monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
-    monkeypatch.setattr("tether.swarm.judge", lambda scenario: judged.append(scenario) or judge(scenario))
+    monkeypatch.setattr("tether.testing.swarm.judge", lambda scenario: judged.append(scenario) or judge(scenario))
     shrink(wrong[0], runs_max=5)
     assert len(judged) == 5
 
 
-def test_a_scenario_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_scenario_is_refused(tmp_path: Path) -> None:
     (file := tmp_path / "none.json").write_text('{"seed": 1, "protocol": {"name": "thing"}}')
     with pytest.raises(UsageError, match="is not a scenario"):
         Scenario.load(file)

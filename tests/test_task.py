@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from tether.errors import TaskError
-from tether.learner import build_model
-from tether.plan import Request, RunPlan
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
+from tether.learner.data import Batches, Prefetched
+from tether.learner.learner import build_model
 from tether.protocols import Averaging
-from tether.runtimes.sim import Sim
-from tether.task import Batches, Prefetched, SyntheticTask, Task, check_task
-from tether.testing import Blobs
+from tether.runtimes.sim.runtime import Sim
+from tether.task import SyntheticTask, Task, check_task
+from tether.testing.conformance import Blobs
 
 
 class Numbers(Task):
@@ -231,10 +233,11 @@ def test_prefetched_batches_are_the_same_in_the_same_order_and_errors_come_where
 
 def test_the_prefetching_thread_ends_with_its_stream() -> None:
     task = Task()
-    before = threading.active_count()
+    before = set(threading.enumerate())  # may hold threads of other tests, which end at any time
     stream = Prefetched(Batches(task, list(range(100)), seed=0))
     next(stream)
-    (thread,) = [t for t in threading.enumerate() if t.name.startswith("loader")]
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.name.startswith("loader")
     del stream
     thread.join(5)
-    assert threading.active_count() == before
+    assert not thread.is_alive()

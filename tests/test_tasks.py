@@ -20,16 +20,17 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from tether import tasks
+from tether.core.vector import Vector
 from tether.errors import UsageError
-from tether.learner import Learner, build_model, evaluate
-from tether.task import Batches, SyntheticTask, Task
+from tether.learner.data import Batches
+from tether.learner.learner import Learner, build_model, evaluate
+from tether.task import SyntheticTask, Task
 from tether.tasks.chars import Chars
 from tether.tasks.cifar import Cifar
 from tether.tasks.classification import Classification
 from tether.tasks.digits import Digits, _samples
 from tether.tasks.fashion import Fashion
 from tether.tasks.text import Text
-from tether.vector import Vector
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 TEXT = "the quick brown fox jumps over the lazy dog\n" * 60
@@ -121,7 +122,7 @@ def test_every_network_learns_its_first_batch_on_the_flat_vector(small: dict[str
         learner = Learner(task, iter([batch] * 9), node="worker-0", seed=0)
         losses = []
         for _ in range(8):
-            losses.append(learner.compute("flat", False)[1])
+            losses.append(learner.compute("dense", False)[1])
             learner.step(None, 1.0)
         assert losses[-1] < losses[0], f"{name}: {losses}"
 
@@ -226,8 +227,8 @@ GOOD_LABELS = idx(np.zeros(8))
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (gzip.compress(b"\0\0\x0d\x01" + GOOD_LABELS[4:]), "no IDX file"),
-        (gzip.compress(b""), "no IDX file"),
+        (gzip.compress(b"\0\0\x0d\x01" + GOOD_LABELS[4:]), "not an IDX file"),
+        (gzip.compress(b""), "not an IDX file"),
         (gzip.compress(GOOD_LABELS[:6]), "truncated"),
         (gzip.compress(GOOD_LABELS[:-1]), "truncated"),
         (gzip.compress(GOOD_LABELS + b"\0"), "damaged"),
@@ -539,7 +540,7 @@ def test_a_task_in_a_file_is_loaded_with_data_and_settings(mine: Path, tmp_path:
     assert tasks.load(f"{mine}:Bare").batch_size == 32
 
 
-def test_a_task_in_a_file_travels_to_processes_that_cannot_import_it(mine: Path) -> None:
+def test_a_task_in_a_file_is_copied_to_processes_that_cannot_import_it(mine: Path) -> None:
     task = tasks.load(f"{mine}:Mine")
     pickled = cloudpickle.dumps(task)
     for file in mine.parent.glob("*.py"):
@@ -574,9 +575,9 @@ def test_what_is_wrong_with_a_task_in_a_file_is_said_in_one_line(mine: Path) -> 
         f"{mine.parent / 'no.py'}:Mine": "there is no file",
         f"{mine.parent}:Mine": "there is no file",
         f"{mine}:Yours": "has no class Yours. Its tasks: ",
-        f"{mine}": "which class",
-        f"{mine}:number": "no subclass of tether.Task",
-        f"{mine}:Path": "no subclass of tether.Task",
+        f"{mine}": "add the name of the task's class",
+        f"{mine}:number": "not a subclass of tether.Task",
+        f"{mine}:Path": "not a subclass of tether.Task",
         f"{mine}:Needy": "needs depth",
         f"{mine}:Broken": "ValueError: no luck (line 22)",
     }
@@ -606,7 +607,7 @@ def test_a_file_that_fails_while_it_is_imported_is_refused_with_exception_and_li
     assert not any(name.startswith("tether_task_unfit") for name in sys.modules)
 
 
-def test_a_file_that_is_no_python_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_python_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "task.txt"
     path.write_text("hello", encoding="utf-8")
-    assert "no Python file" in refusal(tasks.load, f"{path}:T")
+    assert "not a Python file" in refusal(tasks.load, f"{path}:T")

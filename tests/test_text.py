@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tether import Local, Sim, Single, tasks
+from tether.core.vector import Vector
 from tether.errors import UsageError
-from tether.learner import Learner, build_model, evaluate
+from tether.learner.learner import Learner, build_model, evaluate
 from tether.tasks.networks import TextCnn
 from tether.tasks.text import Text, tokens
-from tether.testing import train_quietly
-from tether.vector import Vector
+from tether.testing.conformance import train_quietly
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
 
@@ -33,7 +33,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def weather(path: Path, times: int = 10) -> Path:
-    """Rows of two labels, eight different ones, each so many times."""
+    """Eight different rows of two labels, each repeated `times` times."""
     rows = [f"{text}?,{label}\n" for label, texts in (("hot", HOT), ("wet", WET)) for text in texts]
     return write(path, "text,label\n" + "".join(rows) * times)
 
@@ -250,7 +250,7 @@ def test_padding_is_zero_and_stays_zero(tmp_path: Path) -> None:
     assert int((texts == 0).sum()) > 0
     learner = Learner(task, iter([[texts, labels]] * 5), node="worker-0", seed=0)
     for _ in range(5):
-        learner.compute("flat", False)
+        learner.compute("dense", False)
         learner.step(None, 1.0)
     assert float(learner.weights[:4].abs().max()) == 0
     assert float(learner.weights[4:8].abs().max()) > 0

@@ -17,12 +17,17 @@ import pytest
 from torch import Tensor
 
 from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single
-from tether.machine import Effect, Event, Message, Node, Replica, Snapshot
-from tether.plan import Request, RunPlan
+from tether.core.effects import Effect
+from tether.core.events import Event
+from tether.core.machine import Node, Replica
+from tether.core.message import Message, Stream, Tag, Timer
+from tether.core.snapshot import Snapshot
+from tether.execution.goals import Request
+from tether.execution.plan import RunPlan
 from tether.protocols import Options, known
-from tether.protocols.pushes import Mark
+from tether.protocols.server.messages import Mark
+from tether.runtimes.base import NullObserver
 from tether.runtimes.interpreter import Recorder
-from tether.swarm import Nobody
 from tether.task import SyntheticTask
 
 FOLDER = Path(__file__).parent / "transcripts"
@@ -77,8 +82,10 @@ def shown(value: Any) -> str:
             return f"<{'x'.join(map(str, value.shape))}>"
         case Snapshot(start=start, stop=stop):
             return f"weights[{start or ''}:{'' if stop is None else stop}]"
-        case Mark(learner=learner, number=number, clock=clock):
-            return f"{learner}#{number}@{clock}"
+        case Mark(worker=worker, number=number, clock=clock):
+            return f"{worker}#{number}@{clock}"
+        case Stream() | Tag() | Timer():
+            return str(value)
         case msgspec.Struct():
             told = [told_field(field, getattr(value, field.name)) for field in msgspec.structs.fields(value)]
             return f"{type(value).__name__}({', '.join(filter(None, told))})"
@@ -97,7 +104,7 @@ def told_field(field: msgspec.structs.FieldInfo, value: Any) -> str:
     """Names, messages and tensors speak for themselves; numbers do not."""
     if value is None or (isinstance(value, Tensor) and not value.numel()):
         return ""
-    if isinstance(value, str | tuple | Tensor | Snapshot | Message):
+    if isinstance(value, str | tuple | Tensor | Snapshot | Message | Stream | Tag | Timer):
         return "" if value == () else shown(value)
     default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
     return "" if value == default else f"{field.name}={shown(value)}"
@@ -123,7 +130,7 @@ def transcript(options: Options) -> str:
     task = SyntheticTask(parameters=8, samples=50 * workers, noise=0.0)
     plan = RunPlan.make(task, options, sim, request, None)
     listening = Transcript(**vars(plan))
-    outcome = sim.execute(listening, Nobody())
+    outcome = sim.execute(listening, NullObserver())
     death = f", 2 workers: worker-1 dies after its {ordinal} gradient" if faults.schedule else ""
     title = f"{options}, {steps} steps{death}"
     return "\n".join([title, "", *listening.lines, "", f"{outcome.reason} at {outcome.seconds:.3f}", ""])

@@ -1,4 +1,4 @@
-"""The search for alpha: its values, the reduced task, what is kept, what is told, and what is refused."""
+"""The search for alpha: its values, the reduced task, the file it keeps, its advice, and the input it refuses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ import torch
 from rich.console import Console
 from torch.utils.data import Subset, TensorDataset
 
-from tether import Averaging, Elastic, Local, Sim, cells, cli, tasks, tune
+from tether import Averaging, Elastic, Local, Sim, tasks
+from tether.analysis.sweep_plots import alpha_png
+from tether.cli import app as cli
 from tether.errors import TaskError, UsageError
 from tether.protocols import Mpca
 from tether.protocols.elastic import ElasticHub
+from tether.sweeps import sweep, tune
+from tether.sweeps.tune import Point, Tuning, parse_alphas, reduced
 from tether.task import Length, SyntheticTask
-from tether.testing import Blobs
-from tether.tune import Point, Tuning, parse_alphas, reduced
+from tether.testing.conformance import Blobs
 
 PNG = b"\x89PNG"
 QUICK = Sim(4, checked=False)
@@ -36,15 +39,15 @@ def search(alphas: tuple[float, ...], to: Path | None = None, **others: Any) -> 
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The values of alpha that are run, as they are."""
+    """The values of alpha that are run, in their order."""
     ran: list[float] = []
-    run_cell = cells.run_cell
+    measure_run = sweep.measure_run
 
     def counted(plan: Any, *rest: Any) -> Any:
         ran.append(plan.protocol.alpha)
-        return run_cell(plan, *rest)
+        return measure_run(plan, *rest)
 
-    monkeypatch.setattr(tune, "run_cell", counted)
+    monkeypatch.setattr(tune, "measure_run", counted)
     return ran
 
 
@@ -63,7 +66,7 @@ def test_a_range_has_equal_ratios_two_digits_and_its_own_ends() -> None:
 
 
 class Own(Blobs):
-    """Everything is its own, and its state is made on the way."""
+    """Overrides everything, and gets an attribute while it is used."""
 
     batch_size = 7
     epochs = 3.5
@@ -131,26 +134,26 @@ def test_a_second_call_runs_nothing_and_further_values_only_themselves(tmp_path:
         search((0.1, 0.3), tmp_path, protocol=Elastic(tau=3))
 
 
-def test_a_search_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run_cell = cells.run_cell
+def test_a_search_that_was_stopped_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_run = sweep.measure_run
 
     def stopped(plan: Any, *rest: Any) -> Any:
         if plan.protocol.alpha == 0.3:
             raise KeyboardInterrupt
-        return run_cell(plan, *rest)
+        return measure_run(plan, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(tune, "run_cell", stopped)
+        patch.setattr(tune, "measure_run", stopped)
         with pytest.raises(KeyboardInterrupt):
             search((0.1, 0.3), tmp_path)
     assert list(json.loads((tmp_path / "tune.json").read_text())["cells"]) == ["alpha=0.1"]
     assert search((0.1, 0.3), tmp_path) == search((0.1, 0.3))
 
 
-def test_a_value_that_diverges_is_told_and_does_not_end_the_search(
+def test_a_value_that_diverges_is_reported_and_does_not_end_the_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four workers that each pull the centre by 0.95 of the way, and do not share it, throw it ever further."""
+    """Four workers that each pull the centre by 0.95 of the way, without sharing it, throw it further every time."""
     monkeypatch.setattr(ElasticHub, "_rates_under_way", lambda hub: 0.0)
     sgd = tasks.load("digits", settings={"momentum": "0.9", "learning_rate": "0.02"})
     found = search((0.1, 0.95), tmp_path, task=sgd, protocol=Elastic(tau=1), epochs=40)
@@ -163,18 +166,18 @@ def test_a_value_that_diverges_is_told_and_does_not_end_the_search(
 def test_all_may_diverge(tmp_path: Path) -> None:
     found = made(None, None)
     assert found.best is None and not found.corridor and "No alpha converged" in found.recommendation
-    assert found.png().startswith(PNG) and found.figures["alpha"] is None
+    assert alpha_png(found).startswith(PNG) and found.figures["alpha"] is None
 
 
 class Unwell(Blobs):
-    """Well enough to be tried; later its loss fails by itself."""
+    """Its first losses are good; later its loss raises an error."""
 
     def loss(self, model: Any, batch: Any) -> Any:
         calls = vars(model)["calls"] = vars(model).get("calls", 0) + 1
         return super().loss(model, batch) if calls < 6 else batch["nothing"]
 
 
-def test_another_error_of_the_task_is_no_divergence() -> None:
+def test_another_error_of_the_task_is_not_divergence() -> None:
     with pytest.raises(TaskError, match="in loss"):
         search((0.1, 0.3), task=Unwell(), epochs=20)
 
@@ -187,10 +190,10 @@ def test_a_search_in_processes_gives_them_the_part_only() -> None:
 
 def test_mpca_6_3_the_schedule_of_alpha_must_leave_room_for_alpha_itself() -> None:
     """The paper's target is reached after 220 steps: in fewer, all values would look alike."""
-    short: Any = {"protocol": Mpca(free_steps=20, settle_steps=200), "task": Blobs()}
+    short: Any = {"protocol": Mpca(free_steps=20, alpha_decay_steps=200), "task": Blobs()}
     with pytest.raises(UsageError, match=r"from step 220 on, and these runs have 13 steps: .* Give 282 epochs"):
         search((0.01, 0.1), **short, epochs=8, on=replace(QUICK, workers=4))
-    quick = {**short, "protocol": Mpca(free_steps=2, settle_steps=18)}
+    quick = {**short, "protocol": Mpca(free_steps=2, alpha_decay_steps=18)}
     found = search((0.01, 0.1), **quick, epochs=None)
     assert all(point.value is not None and point.steps >= 40 for point in found.points)
     by_shares = search((0.01, 0.1), **{**short, "protocol": Mpca()}, epochs=8)
@@ -223,7 +226,7 @@ def test_the_corridor_is_what_lies_around_the_best_without_a_gap() -> None:
     assert "was tried" not in found.recommendation
 
 
-def test_a_best_or_a_corridor_at_the_edge_is_told() -> None:
+def test_a_best_or_a_corridor_at_the_edge_is_mentioned() -> None:
     assert "The best is the smallest value that was tried: a smaller one" in made(0.1, 0.2, 0.3).recommendation
     largest = made(0.3, 0.2, 0.1)
     assert "The best is the largest value that was tried: a larger one" in largest.recommendation
@@ -271,7 +274,7 @@ def tether(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-def test_the_command_tells_what_to_choose_and_how_to_go_on(tether: Command, tmp_path: Path) -> None:
+def test_the_command_says_what_to_choose_and_how_to_continue(tether: Command, tmp_path: Path) -> None:
     line = "tune digits --alpha 0.05..0.3 --points 2 -n 3 --epochs 3 --set tau=2 --set batch_size=16 --link 2gbit"
     status, out, err = tether(f"{line} --seed 4 --json")
     assert status == 0
@@ -320,7 +323,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "told"), WRONG, ids=[words for words, _ in WRONG])
-def test_bad_input_is_told_in_words_with_status_2(tether: Command, tmp_path: Path, words: str, told: str) -> None:
+def test_bad_input_is_refused_in_words_with_status_2(tether: Command, tmp_path: Path, words: str, told: str) -> None:
     status, out, err = tether(f"tune digits {words}")
     assert status == 2 and told in err.replace("\n", " ") and "Traceback" not in err
     assert not out and not (tmp_path / "tune").exists()

@@ -12,10 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tether.core.vector import Vector, digest, shards
 from tether.errors import TaskError
-from tether.learner import ELEMENTWISE, Learner, flatten
-from tether.testing import Blobs
-from tether.vector import Vector, digest, shards
+from tether.learner.learner import Learner
+from tether.learner.optimizer import ELEMENTWISE, flatten
+from tether.testing.conformance import Blobs
 
 
 def seeded(make: Callable[[], nn.Module]) -> Any:
@@ -61,7 +62,7 @@ class Words(nn.Module):
 
 
 class Mean(nn.Module):
-    """Assigns its buffer anew instead of writing into it."""
+    """Replaces its buffer instead of writing into it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +177,7 @@ def test_counters_and_passing_buffers_stay_with_the_module() -> None:
     assert int(model[1].num_batches_tracked) == 0
 
 
-def test_a_buffer_that_is_assigned_anew_stays_in_the_vector() -> None:
+def test_a_buffer_that_is_replaced_stays_in_the_vector() -> None:
     model, ordinary = seeded(Mean), seeded(Mean)
     vector = Vector(model)
     for x in inputs(3):
@@ -332,7 +333,7 @@ def test_neighbours_in_one_group_become_one_run() -> None:
 
 
 class Rotated(torch.optim.SGD):
-    """Looks like SGD, but nobody knows what a subclass does with shapes."""
+    """Looks like SGD, but a subclass may do anything with shapes."""
 
 
 @pytest.mark.parametrize("cls", [Rotated, torch.optim.LBFGS, torch.optim.SparseAdam, torch.optim.Adafactor])
@@ -356,9 +357,9 @@ def test_a_learner_steps_with_its_newest_gradient_buffer() -> None:
     points, labels = task.train_data().tensors
     batches = [[points[start : start + 16], labels[start : start + 16]] for start in (0, 16)]
     learner = Learner(task, iter(batches), node="worker-0", seed=3)
-    sent, *_ = learner.compute("flat", fresh=False)
+    sent, *_ = learner.compute("dense", fresh=False)
     first = sent.clone()
-    newest, _, samples, _ = learner.compute("flat", fresh=True)
+    newest, _, samples, _ = learner.compute("dense", fresh=True)
     before = learner.weights.clone()
     learner.step(None, rate=0.5)
     assert torch.equal(sent, first) and samples == 16
@@ -370,9 +371,9 @@ def test_a_stale_step_lessens_momentum_and_its_rate_and_leaves_the_optimizer_as_
     task = Blobs(norm=False, momentum=0.9)
     points, labels = task.train_data().tensors
     learner = Learner(task, iter([[points[:16], labels[:16]]] * 2), node="worker-0", seed=3)
-    first = learner.compute("flat", fresh=True).gradient
+    first = learner.compute("dense", fresh=True).gradient
     learner.step(None, 1.0)
-    second = learner.compute("flat", fresh=True).gradient
+    second = learner.compute("dense", fresh=True).gradient
     before = learner.weights.clone()
     learner.step(None, 1.0, staleness=3)
     assert torch.allclose(learner.weights, before - 0.05 / 2 * (second + 0.9**4 * first))
@@ -384,6 +385,6 @@ def test_a_stale_step_without_momentum_is_a_step() -> None:
     task = Blobs(norm=False, momentum=0.0)
     points, labels = task.train_data().tensors
     learner = Learner(task, iter([[points[:16], labels[:16]]]), node="worker-0", seed=3)
-    gradient, before = learner.compute("flat", fresh=True).gradient, learner.weights.clone()
+    gradient, before = learner.compute("dense", fresh=True).gradient, learner.weights.clone()
     learner.step(None, 1.0, staleness=3)
     assert torch.allclose(learner.weights, before - 0.05 * gradient)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tether.core.message import Message
+from tether.core.vector import raw_bytes
+from tether.core.wire import Codec, Frame, pack_tree, payload_bytes, unpack_tree
 from tether.errors import WireError
-from tether.machine import Message
-from tether.vector import raw_bytes
-from tether.wire import Codec, Frame, pack_tree, payload_bytes, unpack_tree
 
 DTYPES = [
     torch.float16,
@@ -80,12 +80,12 @@ def test_every_type_and_shape_comes_back_bit_for_bit(number: int, first: Tensor,
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (0, 3, 0), (1, 1, 1)])
-def test_empty_and_zero_dimensional_tensors_travel(shape: tuple[int, ...]) -> None:
+def test_empty_and_zero_dimensional_tensors_can_be_sent(shape: tuple[int, ...]) -> None:
     back = CODEC.decode(sent(Pair(0, torch.ones(shape), "", torch.ones(()))))
     assert torch.equal(back.first, torch.ones(shape)) and back.second.shape == ()
 
 
-def test_strided_and_differentiable_tensors_travel_as_their_values() -> None:
+def test_strided_and_differentiable_tensors_are_sent_as_their_values() -> None:
     table = torch.arange(12.0).reshape(3, 4)
     back = CODEC.decode(sent(Pair(0, table.t()[1:3], "", (table * 2).requires_grad_())))
     assert back.first.tolist() == [[1.0, 5.0, 9.0], [2.0, 6.0, 10.0]]
@@ -170,7 +170,7 @@ def test_deeply_nested_values_are_refused() -> None:
             CODEC.decode([field(name, b"\x91" * 100_000 + b"\x01")])
 
 
-def test_texts_that_are_no_texts_are_refused() -> None:
+def test_text_that_is_not_utf_8_is_refused() -> None:
     with pytest.raises(WireError):
         CODEC.decode([field("note", b"\xa2\xff\xff")])
 
@@ -209,7 +209,7 @@ def test_every_truncation_of_a_message_is_refused() -> None:
 def test_an_oversized_frame_is_refused_whichever_it_is() -> None:
     codec = Codec([Pair, Word], frame_bytes_max=100)
     assert codec.decode(codec.encode(Word("x" * 50))).text == "x" * 50
-    with pytest.raises(WireError, match="at most 100 are taken"):
+    with pytest.raises(WireError, match="at most 100 are accepted"):
         codec.decode(codec.encode(Word("x" * 100)))
     with pytest.raises(WireError, match="a frame of 104 bytes"):
         codec.decode([header(shape=[26]), bytes(104), GOOD])
@@ -224,13 +224,13 @@ def test_a_refused_message_leaves_the_codec_as_it_was() -> None:
 
 
 def test_what_is_neither_plain_nor_a_tensor_cannot_be_sent() -> None:
-    with pytest.raises(WireError, match="a Codec cannot travel"):
+    with pytest.raises(WireError, match="a Codec cannot be sent"):
         CODEC.encode(Word(CODEC))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64])
-def test_a_tensor_that_nobody_would_take_is_refused_by_its_sender(dtype: torch.dtype) -> None:
-    with pytest.raises(WireError, match=r"cannot travel; known: .*float32"):
+def test_a_tensor_that_no_receiver_would_accept_is_refused_by_its_sender(dtype: torch.dtype) -> None:
+    with pytest.raises(WireError, match=r"cannot be sent; known types: .*float32"):
         CODEC.encode(Pair(0, torch.ones(2, dtype=dtype), "", torch.ones(1)))
 
 
@@ -246,7 +246,7 @@ trees = st.recursive(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, with 1, 1.0 and True told apart, and lists from tuples."""
+    """Equal in type too: 1, 1.0 and True differ, and so do lists and tuples."""
     if type(one) is not type(other):
         return False
     match one:

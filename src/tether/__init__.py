@@ -1,27 +1,59 @@
-"""Tether: one PyTorch model, many workers, tied to one joint model as if by elastic tethers."""
+"""Tether: one PyTorch model, many workers, tied to one joint model as if by elastic tethers.
+
+Every public name is loaded when it is first used, so that `tether --help` does not wait for torch.
+"""
 
 from __future__ import annotations
 
-from tether.errors import (
-    InternalError,
-    Interrupted,
-    InvariantBroken,
-    RunError,
-    Stalled,
-    TaskError,
-    TetherError,
-    UsageError,
-    WireError,
-)
-from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single
-from tether.run import Result, Training, resume, run, start
-from tether.runtimes.faults import Faults
-from tether.runtimes.local import Local
-from tether.runtimes.sim import Sim, StepTime
-from tether.runtimes.spark import Spark
-from tether.task import Length, Task
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
+if _TYPE_CHECKING:
+    from tether.api import Result, Training, resume, run, start
+    from tether.errors import (
+        InternalError,
+        Interrupted,
+        InvariantBroken,
+        RunError,
+        Stalled,
+        TaskError,
+        TetherError,
+        UsageError,
+        WireError,
+    )
+    from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single
+    from tether.runtimes.local import Local
+    from tether.runtimes.sim.costs import StepTime
+    from tether.runtimes.sim.faults import Faults
+    from tether.runtimes.sim.runtime import Sim
+    from tether.runtimes.spark.runtime import Spark
+    from tether.task import Length, Task
 
 __version__ = "0.1.0"
+
+#: by module, its public names
+_PUBLIC = {
+    "tether.api": ("Result", "Training", "resume", "run", "start"),
+    "tether.errors": (
+        "InternalError",
+        "Interrupted",
+        "InvariantBroken",
+        "RunError",
+        "Stalled",
+        "TaskError",
+        "TetherError",
+        "UsageError",
+        "WireError",
+    ),
+    "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single"),
+    "tether.runtimes.local": ("Local",),
+    "tether.runtimes.sim.costs": ("StepTime",),
+    "tether.runtimes.sim.faults": ("Faults",),
+    "tether.runtimes.sim.runtime": ("Sim",),
+    "tether.runtimes.spark.runtime": ("Spark",),
+    "tether.task": ("Length", "Task"),
+}
 
 __all__ = [
     "Averaging",
@@ -52,3 +84,19 @@ __all__ = [
     "run",
     "start",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    """Load a public name, or `tether.spark`, which needs pyspark."""
+    if name == "spark":
+        return _import_module("tether.spark")
+    for module, names in _PUBLIC.items():
+        if name in names:
+            value = getattr(_import_module(module), name)
+            globals()[name] = value
+            return value
+    raise AttributeError(f"module 'tether' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(name for names in _PUBLIC.values() for name in names)})

@@ -1,19 +1,19 @@
 """Every error that Tether raises on purpose.
 
 TetherError
-+-- UsageError          what was asked for cannot be: an unknown name, a bad value, a missing extra
-|   +-- TaskError       the task itself is wrong: a missing method, a loss that is no scalar
-|       +-- Diverged    losses, gradients or weights are not finite any more
++-- UsageError          the request cannot be met: an unknown name, a bad value, a missing extra
+|   +-- TaskError       the task itself is wrong: a missing method, a loss that is not a scalar
+|       +-- Diverged    losses, gradients or weights are no longer finite
 |   +-- Damaged         a file of a run is not what was written
 +-- RunError            a run that started properly ended badly
-|   +-- NodesLost       no worker is left, or the hub has died: it can resume from its last checkpoint
+|   +-- NodesLost       no worker is left, or the hub has died: the run can resume from its last checkpoint
 |   +-- Stalled         nothing can happen any more although the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
-+-- InternalError       Tether itself is at fault: an exception that nobody expected, outside the user's code
++-- InternalError       Tether itself is at fault: an unexpected exception outside the user's code
 +-- WireError           a message that is malformed, too large or of an unknown type
 
 KeyboardInterrupt
-+-- Interrupted         the user ended a run; it carries what the run had come to
++-- Interrupted         the user ended a run; it carries the run's result so far
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ class Damaged(UsageError):
 
 
 class RunError(TetherError):
-    """A run ended before it was finished, through no fault of its task."""
+    """A run ended before it was finished, and its task is not to blame."""
 
 
 class NodesLost(RunError):
-    """Nodes have died without which the run cannot go on."""
+    """Nodes have died that the run cannot go on without."""
 
-    #: when that was, as the simulator tells
+    #: when they died, and after how many events, if the simulator says so
     seconds = 0.0
     events = 0
 
 
 class Stalled(RunError):
-    """No event is left and the run is not finished: a protocol waits for something that cannot come."""
+    """No event is left and the run is not finished: a protocol waits for something that cannot happen."""
 
 
 class InvariantBroken(TetherError):
@@ -66,7 +66,7 @@ class InvariantBroken(TetherError):
 
 
 class InternalError(TetherError):
-    """A fault of Tether's own. `__cause__`, or a note where another process has failed, has the traceback."""
+    """A fault in Tether. The traceback is in `__cause__` or, if another process failed, in a note."""
 
 
 class WireError(TetherError):
@@ -76,31 +76,31 @@ class WireError(TetherError):
 class Interrupted(KeyboardInterrupt):
     """The user has interrupted a run.
 
-    `result` is what it had come to, as `run` would have returned it: the joint model, metrics, figures. It is None if
-    nothing was learned yet or the run could not end in good order in time. `directory` is the run's.
+    `result` is what `run` would have returned: the joint model as it is, metrics, figures. It is None if nothing was
+    learned yet or if the run could not end in good order in time. `directory` is the run directory.
     """
 
     def __init__(self, directory: Path, result: Any = None, *, resumable: bool = False) -> None:
         self.directory = directory
         self.result = result
-        got = f"after step {result.figures['steps']}" if result is not None else "without a result"
+        when = f"after step {result.figures['steps']}" if result is not None else "without a result"
         how = f"; continue with 'tether resume {directory}'" if resumable else ""
-        super().__init__(f"interrupted {got}{how}")
+        super().__init__(f"interrupted {when}{how}")
 
 
 def internal(error: Exception | str, node: str = "") -> InternalError:
-    """The error for an exception that nobody expected, of a node or of the caller's own process."""
+    """The error for an unexpected exception in a node or in the caller's own process."""
     what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     where = f" in {node}" if node else ""
     return InternalError(
-        f"internal error{where}: {what}. This is a fault of Tether and not of your task: please report it, with the "
+        f"internal error{where}: {what}. This is a fault in Tether and not in your task: please report it, with the "
         "traceback"
     )
 
 
 @contextmanager
 def own_faults() -> Iterator[None]:
-    """Whatever is raised inside and is not of the tree above is a fault of Tether's own."""
+    """Turn every exception that is not in the tree above into an internal error."""
     try:
         yield
     except TetherError:
@@ -110,7 +110,7 @@ def own_faults() -> Iterator[None]:
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a name nobody knows: it lists the known ones and guesses what was meant."""
+    """The error for an unknown name: it lists the known ones and guesses which was meant."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1)
     guess = f" Did you mean {close[0]!r}?" if close else ""

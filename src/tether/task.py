@@ -9,19 +9,16 @@ import re
 import traceback
 import types
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
 import cloudpickle
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from tether.errors import TaskError, TetherError, UsageError
 
@@ -30,40 +27,40 @@ from tether.errors import TaskError, TetherError, UsageError
 class Length:
     """How long a run is, for a learning-rate schedule."""
 
-    #: steps of the run in all
+    #: steps of the whole run
     steps: int
-    #: how many of them pass over the data once
+    #: steps that make one pass over the data
     steps_per_epoch: float
-    #: mini-batches in a step: how many workers the run began with
+    #: mini-batches in a step: the number of workers that the run began with
     workers: int
 
     def after_epochs(self, epochs: float) -> int:
-        """The step at which so many epochs are over."""
+        """The step at which this many epochs are over."""
         return round(epochs * self.steps_per_epoch)
 
 
 class Task:
-    """Subclass it and fill in `model`, `train_data` and `loss`; the rest has defaults.
+    """What is trained. Subclass it and define `model`, `train_data` and `loss`; the rest has defaults.
 
     A task is built once and then copied to every process, so keep it small: load data in `train_data`, not in
-    `__init__`.
+    `__init__`. docs/tasks.md explains every method, with examples.
     """
 
     #: samples in a worker's mini-batch
     batch_size: int = 32
-    #: passes over the data, unless a run says otherwise
+    #: passes over the data by all workers together, unless `run` is given a goal
     epochs: float = 5
-    #: end after so many evaluations without a better metric, unless a run says how long it goes
+    #: end after this many evaluations without a better metric, unless `run` is given a goal
     patience: int | None = None
-    #: the protocol that suits the task, where a run names none: its name and its options, such as {"name": "server",
+    #: the protocol that suits the task, unless `run` is given one: its name and its options, such as {"name": "server",
     #: "sync": "async"}. Set it on the class, where the command line finds it too
     protocol: ClassVar[Mapping[str, Any]] = {"name": "averaging"}
-    #: what brings each worker a part of the data of its own, where a runtime can; else `train_data` has all of it
+    #: brings each worker its own part of the data, on a runtime that supports it; None: `train_data` has all of it
     source: Any = None
 
     @property
     def name(self) -> str:
-        """What a run of this task is called."""
+        """What runs of this task are called."""
         return type(self).__name__.lower()
 
     def model(self) -> nn.Module:
@@ -71,15 +68,15 @@ class Task:
         raise self._lacks("model", "a torch.nn.Module")
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The optimizer over the model's parameters; Adam at 0.001 unless you say otherwise."""
+        """The optimizer over the model's parameters; by default Adam with a learning rate of 0.001."""
         return torch.optim.Adam((p for p in model.parameters() if p.requires_grad), lr=1e-3)
 
     def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> LRScheduler | None:
         """A learning-rate schedule over the steps of the run; none by default.
 
-        A step of the run is one mini-batch of every worker, whichever protocol trains, so a schedule means the same for
-        all of them. `length` says how many there are: `OneCycleLR(optimizer, 0.1, length.steps)`,
-        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` goes by
+        A step of the run is one mini-batch of every worker under every protocol, so a schedule means the same under all
+        of them. `length` has the number of steps: `OneCycleLR(optimizer, 0.1, length.steps)`,
+        `MultiStepLR(optimizer, [length.after_epochs(120), length.after_epochs(130)])`. A `ReduceLROnPlateau` follows
         the evaluations of the joint model.
         """
         return None
@@ -89,7 +86,7 @@ class Task:
         raise self._lacks("train_data", "a torch.utils.data.Dataset")
 
     def collate(self, samples: list[Any]) -> Any:
-        """Makes a batch of samples; as in a DataLoader."""
+        """A batch made from samples, as the `collate_fn` of a DataLoader makes it."""
         return default_collate(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -97,11 +94,11 @@ class Task:
         raise self._lacks("loss", "a scalar tensor")
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Metrics of the joint model, taken beside training, in eval mode and without gradients; none by default."""
+        """Metrics of the joint model, computed during training in eval mode, without gradients; none by default."""
         return {}
 
     def note(self) -> str:
-        """A line to show when a run begins, such as what the task has chosen by its data; none by default."""
+        """A line to show when a run begins, such as settings that follow from the data; none by default."""
         return ""
 
     def _lacks(self, method: str, returns: str) -> TaskError:
@@ -109,12 +106,12 @@ class Task:
 
 
 class SyntheticTask(Task):
-    """No data and no model: a quadratic bowl with noise, for simulations of many nodes."""
+    """A quadratic bowl with noise instead of data and a model, for simulations of many nodes."""
 
     batch_size = 1
     options: ClassVar[dict[str, str]] = {
-        "parameters": "how many values the vector has",
-        "samples": "how many samples an epoch pretends to have",
+        "parameters": "number of values in the vector",
+        "samples": "number of samples that an epoch pretends to have",
         "noise": "standard deviation of the gradient's noise",
         "rate": "the learning rate",
     }
@@ -144,14 +141,14 @@ class SyntheticTask(Task):
         return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
 
 
-def metric_of(metrics: dict[str, float]) -> str:
-    """The metric that says which model is better: validation_error, or else the error, or else the task's first."""
+def primary_metric(metrics: dict[str, float]) -> str:
+    """The metric that decides which model is better: validation_error, or else error, or else the task's first."""
     return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))
 
 
 @contextmanager
 def users_code(task: Task, what: str) -> Iterator[None]:
-    """Around every call into the user's code: whatever that raises is a `TaskError` which names the line."""
+    """Wraps every call into the user's code: whatever it raises becomes a `TaskError` that names the line."""
     try:
         yield
     except TetherError:
@@ -161,7 +158,7 @@ def users_code(task: Task, what: str) -> Iterator[None]:
 
 
 def describe_error(task: Task, error: Exception) -> str:
-    """An exception of the user's code and the line of the user's that it came from."""
+    """An exception that the user's code raised, and the line of that code that it came from."""
     frames = traceback.extract_tb(error.__traceback__)
     methods = [value for cls in type(task).__mro__ for value in vars(cls).values() if inspect.isfunction(value)]
     sources = {method.__code__.co_filename for method in methods} - {__file__}
@@ -170,21 +167,21 @@ def describe_error(task: Task, error: Exception) -> str:
 
 
 def cuda_remedy(error: Exception) -> str:
-    """What to do about an error for want of CUDA, as the end of a message; "" about any other."""
+    """What to do about an error caused by missing CUDA, as the end of a message; "" for any other error."""
     if torch.cuda.is_available() or "CUDA" not in str(error):
         return ""
-    return "; there is no CUDA here: leave the model on the CPU, workers that are given a GPU move it there themselves"
+    return "; there is no CUDA here: leave the model on the CPU; workers that have a GPU move it there themselves"
 
 
 def _is_installed(filename: str) -> bool:
-    """Whether a file belongs to Tether, to another package or to Python itself, and not to the user."""
-    places = Path(filename).parts
-    installed = "site-packages" in places or "dist-packages" in places or filename.startswith("<frozen ")
+    """Whether a file belongs to Tether, another package or Python itself, and not to the user."""
+    folders = Path(filename).parts
+    installed = "site-packages" in folders or "dist-packages" in folders or filename.startswith("<frozen ")
     return installed or any(Path(filename).is_relative_to(Path(other).parent) for other in (__file__, os.__file__))
 
 
 def check_can_travel(task: Task) -> None:
-    """Refuse a task that cannot be copied to other processes, and name what of it cannot."""
+    """Refuse a task that cannot be copied to other processes, and name the attribute that prevents it."""
     if (error := _why_unpicklable(task)) is None:
         return
     cls = type(task)
@@ -211,8 +208,8 @@ def _names_of(method: types.FunctionType) -> Iterator[str]:
     return (name for name in method.__code__.co_names if name in method.__globals__)
 
 
-class _Nowhere(io.RawIOBase):
-    """A file that keeps nothing: tasks may hold much."""
+class _DiscardingFile(io.RawIOBase):
+    """A file that keeps nothing, since a task may hold much data."""
 
     def write(self, data: Any) -> int:
         return len(memoryview(data))
@@ -220,14 +217,14 @@ class _Nowhere(io.RawIOBase):
 
 def _why_unpicklable(value: Any) -> Exception | None:
     try:
-        cloudpickle.Pickler(_Nowhere()).dump(value)
-    except Exception as error:  # pickling runs code of the user's and of any package
+        cloudpickle.Pickler(_DiscardingFile()).dump(value)
+    except Exception as error:  # pickling runs code of the user and of any package
         return error
     return None
 
 
 def _assigned_at(cls: type, pattern: str) -> str:
-    """The line of a class's file on which something is assigned, for a message; "" if there is none."""
+    """The line of a class's file that assigns something, for a message; "" if no line does."""
     try:
         file, lines = inspect.getsourcefile(cls), inspect.findsource(cls)[0]
     except (OSError, TypeError):
@@ -237,14 +234,14 @@ def _assigned_at(cls: type, pattern: str) -> str:
 
 
 def check_is_task(task: object) -> None:
-    """Refuse what is no task, such as its class."""
+    """Refuse anything that is not a task, such as its class."""
     if not isinstance(task, Task):
         hint = f"write {task.__name__}()" if isinstance(task, type) else "subclass tether.Task"
         raise UsageError(f"the first argument must be a Task, not {task!r}: {hint}")
 
 
 def check_task(task: Task, data: Any, workers: int) -> int:
-    """The number of samples, or an error that says why the task cannot be shared among that many workers."""
+    """The number of training samples; raises TaskError if the task cannot be shared among that many workers."""
     if type(task).loss is Task.loss:
         raise task._lacks("loss", "a scalar tensor")
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
@@ -263,106 +260,16 @@ def check_task(task: Task, data: Any, workers: int) -> int:
             f"task {type(task).__name__} has {count} training samples for {workers} workers: "
             f"every worker needs at least one; use at most {count} workers"
         )
-    # a step of all workers may well be more than an epoch: their mini-batches are then of different epochs
+    # a step of all workers may be more than an epoch: their mini-batches then belong to different epochs
     check_batch(task, count if task.source is None else count // workers)
     return count
 
 
 def check_batch(task: Task, count: int) -> None:
-    """Refuse a mini-batch that is larger than the data of a worker, for it would hold samples twice."""
+    """Refuse a mini-batch that is larger than the data of a worker, since it would hold samples twice."""
     if task.batch_size > count:
-        fewer = "" if task.source is None else ", or use fewer workers, of whom each has a larger part of the data"
+        fewer = "" if task.source is None else ", or use fewer workers, so that each has a larger part of the data"
         raise TaskError(
             f"task {type(task).__name__} has mini-batches of {task.batch_size} samples, and a worker has {count} "
             f"training samples to take them from: set batch_size to at most {count}{fewer}"
         )
-
-
-class Batches:
-    """The mini-batches of a run: an endless sequence, a fresh permutation of the data for every epoch.
-
-    Iterating gives every `count`-th of them, beginning with number `index`; `seek` goes to any other.
-    """
-
-    def __init__(self, task: Task, data: Any, *, seed: int, index: int = 0, count: int = 1, shared_by: int = 1) -> None:
-        """`shared_by`: the data is one worker's own part, and numbers are those of all of so many workers."""
-        self._task = task
-        self._data = data
-        self._length = len(data)
-        self._seed = seed
-        self._number = index
-        self._stride = count
-        self._shared_by = shared_by
-        #: a batch is a few rows of tensors: picking them costs less than having another thread do it
-        self.in_memory = type(data) is TensorDataset and type(task).collate is Task.collate
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        size = self._task.batch_size
-        start = self._number // self._shared_by * size
-        indices = self._indices(start, start + size)
-        self._number += self._stride
-        data = self._data
-        if self.in_memory:
-            picked = torch.from_numpy(indices)
-            return [tensor[picked] for tensor in data.tensors]
-        if hasattr(data, "__getitems__"):
-            return self._task.collate(data.__getitems__(indices.tolist()))
-        return self._task.collate([data[i] for i in indices.tolist()])
-
-    def seek(self, number: int, upcoming: tuple[int, ...] = ()) -> None:
-        """Go to a mini-batch; `upcoming` are those that will be wanted after it."""
-        self._number = number
-
-    def _indices(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        parts = []
-        while start < stop:
-            epoch, offset = divmod(start, self._length)
-            order = _permutation(self._seed, epoch, self._length)
-            parts.append(order[offset : offset + stop - start])
-            start += len(parts[-1])
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-class Prefetched:
-    """Mini-batches that another thread loads while the last one is computed with.
-
-    Errors come out where the mini-batch would have. The thread ends when nobody holds the stream any more.
-    """
-
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
-        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._loading: dict[int, Future[Any]] = {}
-        self._number = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def seek(self, number: int, upcoming: tuple[int, ...] = ()) -> None:
-        """Go to a mini-batch, and have it and those that follow loaded."""
-        self._number = number
-        wanted = (number, *upcoming)
-        for other in self._loading.keys() - set(wanted):
-            self._loading.pop(other).cancel()
-        for each in wanted:
-            if each not in self._loading:
-                self._loading[each] = self._loader.submit(self._load, each)
-
-    def __next__(self) -> Any:
-        number = self._number
-        if number not in self._loading:
-            self.seek(number, (number + 1, number + 2))
-        self._number += 1
-        return self._loading.pop(number).result()
-
-    def _load(self, number: int) -> Any:
-        self._batches.seek(number)
-        return next(self._batches)
-
-
-@lru_cache(maxsize=8)
-def _permutation(seed: int, epoch: int, length: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-    return np.random.default_rng((seed, epoch)).permutation(length)

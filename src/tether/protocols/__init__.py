@@ -1,4 +1,4 @@
-"""How learners agree: each file is one protocol, from its rules to its machines, which are pure."""
+"""How workers agree. Each file or package is one protocol: rules, options, messages and pure machines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def known() -> dict[str, type[Options]]:
 
 
 def make(description: Mapping[str, Any]) -> Options:
-    """The protocol that is described by its name and its options, as a task or a run directory describes it."""
+    """The protocol with this name and these options, as a task or a run directory describes it."""
     options = dict(description)
     name = options.pop("name", None)
     if name not in known():

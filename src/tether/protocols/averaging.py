@@ -1,18 +1,19 @@
 """Synchronous model averaging (SparkNet; MPCA SGD, section 3.1), and with an outer optimizer (DiLoCo).
 
-A round: the hub broadcasts the joint model; every worker installs it and makes tau steps of its own, on mini-batches
-that it is dealt with it; the workers' vectors are reduced to their mean, which becomes the joint model. Workers stand
-still while parameters travel.
+A round: the hub broadcasts the joint model and deals mini-batches; every worker installs the model and makes tau steps
+of its own; the workers' vectors are reduced to their mean, which becomes the joint model. Workers are idle while
+parameters travel.
 
-An outer optimizer takes the joint model less the mean as a gradient and steps with it: by heavy-ball momentum or, as in
-DiLoCo, Nesterov's. With rate 1 and no momentum that is the mean itself. BatchNorm's buffers are always the mean.
+An outer optimizer treats the joint model minus the mean as a gradient and steps with heavy-ball momentum or, as in
+DiLoCo, with Nesterov's. With rate 1 and no momentum the result is the mean itself. BatchNorm's buffers are always the
+mean.
 
-tau "auto" follows the 1:5 rule: computing takes five times as long as communicating. Rounds begin with tau 1. A worker
-reports how long it waited between its last step and the next joint model, and how long its steps took. The shortest
-wait of a round is that of the slowest worker, who waits for nobody: it measures communication alone.
+tau "auto" follows the 1:5 rule: computing takes five times as long as communicating. The first round has tau 1. A
+worker reports how long it waited between its last step and the next joint model, and how long its steps took. The
+slowest worker of a round waits for no other worker, so the shortest wait measures communication alone.
 
-A worker that dies is left out of the round in flight, and its mini-batches are dealt again in the next; one that comes
-takes part from the next round on.
+A worker that dies is left out of the current round, and its mini-batches are dealt again in the next. A worker that
+joins takes part from the next round on.
 
 Invariants: a worker computes only inside a round, on what it was dealt for it; rounds never overlap.
 """
@@ -28,51 +29,47 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from tether.errors import InvariantBroken, UsageError
-from tether.machine import (
-    Broadcast,
+from tether.core.effects import Broadcast, Compute, Effect, Install, Record, Reduce, Send, Step
+from tether.core.events import (
     Broadcasted,
-    Compute,
-    Effect,
     Event,
     GradientReady,
-    Install,
-    Machine,
-    Message,
     PeerJoined,
     PeerLost,
     Received,
-    Record,
-    Reduce,
     Reduced,
-    Seat,
-    Send,
     Started,
-    Step,
     StopRequested,
-    snapshot,
 )
-from tether.protocols.base import Options, Pace, option
+from tether.core.machine import Machine, NodeContext
+from tether.core.message import Message, Stream, Tag
+from tether.core.snapshot import Values, snapshot, tensor
+from tether.errors import InvariantBroken, UsageError
+from tether.protocols.base import Options, RunProgress, option
 from tether.protocols.ledger import UPCOMING
 
 #: computing takes this many times as long as communicating (SparkNet's rule)
 COMPUTE_PER_COMMUNICATION = 5
 
 
-class Joint(Message, frozen=True):
-    """Hub to all: the joint model, and the mini-batches that each worker trains on from it.
+#: the stream of the joint model and of the reductions that make it
+ROUND = Stream("round")
 
-    The last round of a run may have fewer for some. `position` is how many mini-batches count so far.
+
+class Joint(Message, frozen=True):
+    """Hub to all: the joint model, and the mini-batches that each worker trains on in this round.
+
+    In the last round of a run some workers may get fewer. `position` is how many mini-batches count.
     """
 
     round: int
-    values: Tensor
+    values: Values
     batches: dict[str, tuple[int, ...]]
     position: int
 
 
 class Effort(Message, frozen=True):
-    """Worker to hub, when tau is measured: how long it waited for the round and how long a step took."""
+    """Worker to hub, if tau is automatic: how long it waited for the round, and how long a step took."""
 
     wait_seconds: float | None
     step_seconds: float
@@ -82,10 +79,16 @@ class Effort(Message, frozen=True):
 class Averaging(Options):
     """Every tau steps the workers' models are replaced by their average."""
 
-    tau: int | Literal["auto"] = option("auto", "steps between two averages; 'auto': five times the communication time")
+    tau: int | Literal["auto"] = option(
+        "auto",
+        "steps between two averages; 'auto': computing takes five times as long as communicating. Raise "
+        "it on a slow network",
+    )
 
     outer: Literal["none", "momentum", "nesterov"] = option(
-        "none", "optimizer that takes the averaged difference as its gradient; none: the average is taken as it is"
+        "none",
+        "optimizer that steps with the averaged difference as its gradient; 'nesterov' is DiLoCo; 'none': the average "
+        "becomes the joint model",
     )
     outer_rate: float = option(0.7, "learning rate of the outer optimizer")
     outer_momentum: float = option(0.9, "momentum of the outer optimizer")
@@ -110,23 +113,23 @@ class Averaging(Options):
     def variants(cls) -> tuple[Options, ...]:
         return cls(tau=1), cls(tau=4), cls(), cls(tau=4, outer="nesterov"), cls(tau=2, outer="momentum", outer_rate=0.3)
 
-    def machine(self, seat: Seat) -> Machine:
-        if seat.node.role == "hub":
-            return AveragingHub(seat, self)
-        return AveragingWorker(seat, measures=self.tau == "auto")
+    def machine(self, context: NodeContext) -> Machine:
+        if context.node.role == "hub":
+            return AveragingHub(context, self)
+        return AveragingWorker(context, measures=self.tau == "auto")
 
 
 class _Outer:
     """The outer optimizer, over the parameters alone."""
 
-    def __init__(self, options: Averaging, seat: Seat) -> None:
+    def __init__(self, options: Averaging, context: NodeContext) -> None:
         self._options = options
-        self._weights = seat.weights
-        self._parameters = seat.parameter_count
-        self._velocity: Tensor | None = (seat.restored or {}).get("velocity")
+        self._weights = context.weights
+        self._parameters = context.parameter_count
+        self._velocity: Tensor | None = (context.restored or {}).get("velocity")
 
     def step(self, mean: Tensor) -> Tensor:
-        """The joint model after a round whose workers have this mean, which may be overwritten."""
+        """The joint model after a round with this mean, which may be overwritten."""
         options = self._options
         if options.outer == "none":
             return mean
@@ -149,41 +152,41 @@ class _Outer:
 class AveragingHub:
     """Opens rounds and averages."""
 
-    def __init__(self, seat: Seat, options: Averaging) -> None:
-        self.seat = seat
-        self.pace = Pace(seat, self._state, dealt=False)
+    def __init__(self, context: NodeContext, options: Averaging) -> None:
+        self.context = context
+        self.progress = RunProgress(context, self._state, dealt=False)
         self.present: list[str] = []
         self.round = -1
         self.in_round = False
         self._auto = options.tau == "auto"
-        self._outer = _Outer(options, seat)
-        #: what a round shall have, and what the one in flight has: the last one may be shorter
-        self.tau = options.tau if options.tau != "auto" else seat.restored["tau"] if seat.restored else 1
+        self._outer = _Outer(options, context)
+        #: the tau of a full round, and that of the current round: the last one may be shorter
+        self.tau = options.tau if options.tau != "auto" else context.restored["tau"] if context.restored else 1
         self.round_tau = 0
         self._efforts: list[Effort] = []
         self._communication_seconds: float | None = None
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        if self.pace.over:
+        if self.progress.over:
             return []
         match event:
             case Started(members=members):
-                self.present = [worker for worker in self.seat.workers if worker in members]
+                self.present = [worker for worker in self.context.workers if worker in members]
                 return self._open_round()
             case Received(message=Effort() as effort):
                 self._efforts.append(effort)
             case Reduced(tag=tag, total=total, weight=weight, contributors=contributors):
-                if not self.in_round or tag != f"round {self.round}":
+                if not self.in_round or tag != Tag(ROUND, self.round):
                     raise InvariantBroken(f"the reduction of {tag} closed outside of round {self.round}")
                 return self._close_round(total, weight, contributors, now)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
-                self.pace.join(peer)
+                self.progress.join(peer)
                 return [] if self.in_round else self._open_round()
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                return self.progress.finish(reason)
         return []
 
     def _open_round(self) -> list[Effect]:
@@ -191,13 +194,13 @@ class AveragingHub:
             return []
         self.round += 1
         self.in_round = True
-        self.pace.begin(self.present)
-        batches = self.pace.ledger.deal_round(min(self.tau, self.pace.steps_left))
+        self.progress.begin(self.present)
+        batches = self.progress.ledger.deal_round(min(self.tau, self.progress.steps_left))
         self.round_tau = max(map(len, batches.values()))
         members = ("hub", *self.present)
         return [
-            Broadcast("round", members, Joint(self.round, snapshot(), batches, self.pace.position)),
-            Reduce(f"round {self.round}", members),
+            Broadcast(ROUND, members, Joint(self.round, snapshot(), batches, self.progress.position)),
+            Reduce(Tag(ROUND, self.round), members),
         ]
 
     def _close_round(
@@ -206,17 +209,17 @@ class AveragingHub:
         self.in_round = False
         if total is None or not weight:
             return self._open_round()
-        made = {worker: len(self.pace.ledger.held[worker]) for worker in contributors}
+        made = {worker: len(self.progress.ledger.held[worker]) for worker in contributors}
         for worker, steps in made.items():
-            self.pace.ledger.count(worker, steps)
-        self.pace.begin(self.present)
+            self.progress.ledger.count(worker, steps)
+        self.progress.begin(self.present)
         self._choose_tau()
         effects: list[Effect] = [
             Install(self._outer.step(total / weight)),
             Record({"round": self.round, "tau": self.round_tau, "workers": len(contributors)}),
-            *self.pace.advance(sum(made.values()), len(contributors), now),
+            *self.progress.advance(sum(made.values()), len(contributors), now),
         ]
-        return effects if self.pace.over else [*effects, *self._open_round()]
+        return effects if self.progress.over else [*effects, *self._open_round()]
 
     def _choose_tau(self) -> None:
         efforts, self._efforts = self._efforts, []
@@ -235,23 +238,23 @@ class AveragingHub:
         return {"tau": self.tau, **self._outer.state()}
 
     def check(self) -> None:
-        if self.in_round and not 1 <= self.round_tau <= self.pace.schedule.steps:
+        if self.in_round and not 1 <= self.round_tau <= self.progress.schedule.steps:
             raise InvariantBroken(f"round {self.round} has tau {self.round_tau}")
         if len(set(self.present)) != len(self.present):
             raise InvariantBroken(f"a worker is present twice: {self.present}")
-        self.pace.ledger.check()
+        self.progress.ledger.check()
 
 
 class AveragingWorker:
-    """Makes its steps from every joint model it is given."""
+    """Makes tau steps from every joint model that it receives."""
 
-    def __init__(self, seat: Seat, measures: bool) -> None:
-        self.name = seat.node.name
+    def __init__(self, context: NodeContext, measures: bool) -> None:
+        self.name = context.node.name
         self.measures = measures
         self.round = -1
         self.position = 0
         self.members: tuple[str, ...] = ()
-        #: the mini-batches of the round that are still to come, and how many steps were made
+        #: the mini-batches of the round that are left, and the steps made so far
         self.batches: deque[int] = deque()
         self.steps = 0
         self.computing = False
@@ -268,7 +271,7 @@ class AveragingWorker:
                 self.batches = deque(joint.batches.get(self.name, ()))
                 self.steps, self._compute_seconds = 0, 0.0
                 self._wait_seconds = None if self._done_at is None else now - self._done_at
-                return [Install(joint.values), *self._go_on(now)]
+                return [Install(tensor(joint.values)), *self._go_on(now)]
             case GradientReady(seconds=seconds):
                 self.computing = False
                 self.steps += 1
@@ -286,11 +289,11 @@ class AveragingWorker:
 
     def _contribute(self, now: float) -> list[Effect]:
         self._done_at = now
-        contribution = Reduce(f"round {self.round}", self.members, snapshot(), weight=float(self.steps > 0))
+        contribution = Reduce(Tag(ROUND, self.round), self.members, snapshot(), weight=float(self.steps > 0))
         if not self.measures or not self.steps:
             return [contribution]
         return [Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps)), contribution]
 
     def check(self) -> None:
         if self.batches and not self.computing:
-            raise InvariantBroken(f"stands still with {len(self.batches)} mini-batches of round {self.round} to go")
+            raise InvariantBroken(f"idle with {len(self.batches)} mini-batches of round {self.round} left")

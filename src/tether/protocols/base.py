@@ -1,4 +1,4 @@
-"""What every protocol's options have in common."""
+"""What all protocols share: the options' base class, and the bookkeeping of a run's progress."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from tether.compress import Compression
+from tether.core.compress import Compression
+from tether.core.effects import Checkpoint, Effect, Evaluate, Finish, Send
+from tether.core.machine import Machine, Node, NodeContext
+from tether.core.message import Message
+from tether.core.settings import check_types
 from tether.errors import UsageError
-from tether.machine import Checkpoint, Effect, Evaluate, Finish, Machine, Message, Node, Seat, Send
 from tether.protocols.ledger import AHEAD, Lease, Ledger, More, Recall, Returned
-from tether.settings import check_types
 
 
 def option(default: Any, doc: str, *, kw_only: bool = False) -> Any:
@@ -20,36 +22,39 @@ def option(default: Any, doc: str, *, kw_only: bool = False) -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """A protocol: who takes part, what they say, and the machine of each. Fields are validated when it is made."""
+    """The options of a protocol, and how it builds its nodes and their machines. Values are validated at once."""
 
     name: ClassVar[str]
     summary: ClassVar[str]
     messages: ClassVar[tuple[type[Message], ...]] = ()
-    #: the node whose vector is the joint model; "": none is special, and whoever finishes first ends the run
-    joint: ClassVar[str] = "hub"
-    #: nodes exchange values by broadcasts and reductions only
+    #: the node whose vector is the joint model; "": there is none, and the first node that finishes ends the run
+    hub: ClassVar[str] = "hub"
+    #: nodes exchange values only by broadcasts and reductions
     collective: ClassVar[bool] = False
     workers_max: ClassVar[int | None] = None
 
     compress: Compression = option(  # noqa: RUF009 (a field)
-        "none", "what is sent: as it is, in half precision, or in 8 bits; losses are made up for later", kw_only=True
+        "none",
+        "send values in half precision or in 8 bits; the rounding error is added to the next message. Use it where the "
+        "network is slow",
+        kw_only=True,
     )
 
     guard: float = option(
         0.0,
-        "refuse a worker's gradient that is this many times as long as is usual for it; 100 stops only what is broken; "
-        "0: none is refused",
+        "refuse a gradient that is this many times longer than usual for its worker; 100 refuses only broken ones, "
+        "0 refuses none",
         kw_only=True,
     )
 
     def __post_init__(self) -> None:
-        """Refuse values of a wrong type; a subclass adds what else must hold."""
+        """Refuse values of a wrong type; subclasses check the rest."""
         check_types(self, f"protocol {self.name}")
         if self.guard and not self.guard > 1:
             raise UsageError(f"guard must be more than 1, such as 100, or 0 for none, not {self.guard}")
 
     def __str__(self) -> str:
-        """What differs from the defaults."""
+        """The options that differ from the defaults."""
         set_ = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in set_.items())})"
 
@@ -60,68 +65,73 @@ class Options:
 
     @property
     def steps_at_hub(self) -> bool:
-        """The joint node steps with gradients of others, so the optimizer must be elementwise."""
+        """The hub steps with the gradients of others, so the optimizer must be elementwise."""
         return False
 
     @property
     def steps_at_workers(self) -> bool:
-        """Whoever computes gradients steps too, with an optimizer of its own."""
+        """Workers step with optimizers of their own."""
         return not self.steps_at_hub
 
     @property
     def shares(self) -> bool:
-        """All nodes have one and the same vector, which takes a machine with shared memory."""
+        """All nodes have one and the same vector, which needs shared memory."""
         return False
 
     @property
     def vital(self) -> frozenset[str]:
-        """The nodes that a run cannot lose: who holds the joint model, or a part of it."""
-        return frozenset({self.joint} - {""})
+        """The nodes that a run cannot lose: those that hold the joint model or a part of it."""
+        return frozenset({self.hub} - {""})
 
     def part_of(self, node: Node) -> tuple[int, int] | None:
-        """Which part of the vector, of how many, is all that a node steps; None: the whole."""
+        """(index, count) of the part of the vector that a node steps; None: the whole vector."""
         return None
 
-    def settled(self, workers: int, processors: int | None) -> Options:
-        """With what is left to be chosen by the machine chosen; `processors` is None where each node has its own."""
+    def resolved_for(self, workers: int, processors: int | None) -> Options:
+        """These options with every "auto" that depends on the machine resolved.
+
+        `processors` is how many processors the nodes share; None: each node has its own.
+        """
         return self
 
     @property
     def pool_threads(self) -> int:
-        """How many threads a node of its own process may use for what is marked loose."""
+        """How many threads a node's process may use for unordered effects."""
         return 1
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         """A hub and its workers, unless a protocol says otherwise."""
         return Node("hub", "hub"), *(Node(f"worker-{i}", "worker", computes=True, index=i) for i in range(workers))
 
-    def machine(self, seat: Seat) -> Machine:
+    def machine(self, context: NodeContext) -> Machine:
         """The machine for one node."""
         raise NotImplementedError
 
 
-class Pace:
-    """What the joint node does besides its protocol: deal out the data, count, have the model evaluated and saved, end.
+class RunProgress:
+    """The hub's bookkeeping in every protocol: it deals out the data, counts, and says when to evaluate, save and end.
 
-    A run's position is the number of mini-batches that count. Whether it has reached its goal, where it is in its
-    learning-rate schedule and when it is evaluated follow from that alone; a goal of `steps` is one of each worker.
+    A run's position is the number of mini-batches that count. The goal, the learning-rate schedule and the evaluations
+    depend on the position alone. A goal in `steps` applies to each worker.
     """
 
-    def __init__(self, seat: Seat, state: Callable[[], dict[str, Any]] = dict, ahead: int = AHEAD, **deal: Any) -> None:
-        """`state` gives what a checkpoint keeps of the protocol; `ahead` and `deal` are the ledger's."""
-        self.schedule = schedule = seat.schedule
-        self.ledger = Ledger(seat, ahead, **deal)
+    def __init__(
+        self, context: NodeContext, state: Callable[[], dict[str, Any]] = dict, ahead: int = AHEAD, **deal: Any
+    ) -> None:
+        """`state` returns what a checkpoint keeps of the protocol; `ahead` and `deal` are passed to the ledger."""
+        self.schedule = schedule = context.schedule
+        self.ledger = Ledger(context, ahead, **deal)
         self._state = state
         self.step = schedule.first_step
         self.over = False
-        self._step_batches = schedule.step_batches or max(1, len(seat.workers))
+        self._step_batches = schedule.step_batches or max(1, len(context.workers))
         self._gradients = 0
         self._evaluations = self._evaluations_due()
         self._saved_at: float | None = None
 
     @property
     def position(self) -> int:
-        """The mini-batches that count."""
+        """The number of mini-batches that count."""
         return self.ledger.counted.total
 
     @property
@@ -133,7 +143,7 @@ class Pace:
         return self.schedule.steps - self.step
 
     def left(self, workers: int) -> int:
-        """How many gradients so many workers have still to make."""
+        """How many gradients the workers still have to make, if there are that many workers."""
         goal = self.schedule.goal
         return self.steps_left * workers if goal is None else max(0, goal - self.position)
 
@@ -143,7 +153,7 @@ class Pace:
         return self.steps_left <= 0 if self.schedule.goal is None else self.ledger.is_complete
 
     def advance(self, gradients: int, workers: int, now: float) -> list[Effect]:
-        """Further gradients have been counted in the ledger; so many workers are present to make a step of them."""
+        """Continue after `gradients` more were counted in the ledger, with this many workers present."""
         self.tally(gradients, workers)
         if self.complete:
             return self.finish(self.reason())
@@ -159,7 +169,7 @@ class Pace:
         return effects + self.deal_late()
 
     def tally(self, gradients: int, workers: int) -> None:
-        """As `advance`, but nothing follows from it."""
+        """Update the step as `advance` does, without effects."""
         if self.schedule.goal is None:
             steps, self._gradients = divmod(self._gradients + gradients, workers)
             self.step = min(self.schedule.steps, self.step + steps)
@@ -172,7 +182,7 @@ class Pace:
         return self.step // self.schedule.evaluate_every
 
     def reason(self) -> str:
-        """Why a run ends that has reached its goal."""
+        """The reason that a run gives for its end when it has reached its goal."""
         if self.schedule.goal is not None:
             return "all steps made"
         wanted = self.schedule.steps - self.schedule.first_step
@@ -184,7 +194,7 @@ class Pace:
         return f"all steps made, except that {told}" if told else "all steps made"
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the protocol's own, and what counts."""
+        """What a checkpoint keeps: the protocol's own state and the mini-batches that count."""
         counted = [list(span) for span in self.ledger.counted]
         return {**self._state(), "counted": counted, "step_batches": self._step_batches}
 
@@ -197,19 +207,19 @@ class Pace:
             Finish(reason),
         ]
 
-    # ---- who trains on what ----
+    # ---- dealing mini-batches ----
 
     def begin(self, members: Iterable[str]) -> None:
-        """The run begins with these; what the others were dealt is dealt anew."""
+        """The run begins with these members; what absent workers were dealt is dealt again."""
         for absent in set(self.ledger.members) - set(members):
             self.ledger.lose(absent)
 
     def join(self, worker: str) -> None:
-        """A worker has come."""
+        """A worker has joined."""
         self.ledger.join(worker)
 
     def lose(self, worker: str, late: bool = False) -> list[Effect]:
-        """A worker has died: others get what it had and does not count."""
+        """A worker has died: its mini-batches that do not count yet go to others."""
         self.ledger.lose(worker, late)
         return self._serve()
 
@@ -223,11 +233,11 @@ class Pace:
         return self._serve()
 
     def deal_late(self) -> list[Effect]:
-        """If nothing else is left, deal what dead workers had and may still have sent."""
+        """If nothing else is left, deal the mini-batches of dead workers whose gradients may still arrive."""
         return self._serve() if self.ledger.late_is_due else []
 
     def _serve(self) -> list[Effect]:
-        """Deal to whoever waits; if nothing is left, have the worker with the most give back."""
+        """Deal to the workers that wait; if nothing is left, ask the worker with the most to give some back."""
         effects: list[Effect] = []
         for worker, more in list(self.ledger.waiting.items()):
             if batches := self.ledger.deal(worker, more.wanted):

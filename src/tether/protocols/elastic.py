@@ -1,47 +1,46 @@
 """Elastic averaging: EASGD (MPCA SGD, section 3.2), with the rules of DeepSpark (sections 3.4 to 3.6).
 
-The hub holds the centre. A worker steps by itself; after tau steps it takes the difference of its own vector x to the
-centre c, which it has asked for, and stands still until it has it. Each then moves towards the other (equations 2 and
-3; 4):
+The hub holds the joint model, which the papers call the centre variable. A worker steps by itself; after tau steps it
+needs the centre c, for which it has asked, and is idle until it has it. Then the worker's vector x and the centre move
+towards each other (equations 2 and 3; 4):
 
     x <- x - alpha * (x - c)        at the worker, at once
-    c <- c + alpha' * (x - c)       at the hub, when the difference has come back
+    c <- c + alpha' * (x - c)       at the hub, when the difference has arrived
 
-The difference travels while the worker goes on. Meanwhile others may have moved the centre: the hub adds the
-difference to the centre as it is then. With equal rates the sum of worker and centre is kept, whatever comes between.
-Momentum in the worker's optimizer makes it EAMSGD.
+The difference travels while the worker goes on. Other workers may have moved the centre in the meantime: the hub adds
+the difference to the centre as it is then. With equal rates the sum of worker and centre is preserved in every case.
+With momentum in the worker's optimizer this is EAMSGD.
 
-Asking ahead: a worker that knows how long its last request took asks so much earlier, so that the centre is there when
+Asking ahead: a worker knows how long its last request took and asks that much earlier, so that the centre is there when
 the tau steps are made. The papers' workers ask after the last step.
 
-Rates: alpha is 0.9/K for K workers present unless given, and alpha' is alpha (elastic symmetry). Both decay by a factor
-at every so many steps (DeepSpark, equation 5), or the hub's alone does (equation 6). The hub tells a worker its rate
-with the centre and remembers its own for the difference that will come. Exchanges that overlap have read the same
-centre: together they must not move it beyond the workers, or it would swing ever wider. So where the hub's rates under
-way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1. Without `throttle`
-every exchange has its full rates, as in DeepSpark, whose figures 4, 5 and 8 have alpha up to 0.99.
+Rates: by default alpha is 0.9/K for K present workers, and alpha' is alpha (elastic symmetry). Both rates decay by a
+factor every `decay_every` steps (DeepSpark, equation 5), or only the hub's rate does (equation 6). The hub sends a
+worker its rate with the centre and keeps its own rate until the difference arrives. Exchanges that overlap have read
+the same centre: together they must not move it beyond the workers, or it would oscillate ever more widely. So if the
+hub's rates under way would add up to more than 1, the next exchange's rates are scaled by what the others leave of 1.
+Without `throttle` every exchange has its full rates, as in DeepSpark, whose figures 4, 5 and 8 have alpha up to 0.99.
 
 tau "auto": a hub with one link serves K workers one after the other, so tau steps must last as long as K downloads
-(MPCA SGD, section 3.2.2), and 30 % longer to leave room for disturbances. The shortest of the latest answers
-measures a download that had the link for itself. At first all workers ask at the same time. Until an answer has been
-measured, a worker that asks ahead does not stand still for the centre, but exchanges at the end of the step in which it
-comes, however many steps it has made by then.
+(MPCA SGD, section 3.2.2), plus 30 % for disturbances. The shortest of the latest answers measures a download that had
+the link for itself. At the start all workers ask at the same time. Until an answer has been measured, a worker that
+asks ahead does not wait for the centre: it exchanges at the end of the step in which the centre arrives.
 
-The exchanger: the hub lets so many workers exchange at a time, from its answer until the difference is back; further
-ones wait in a queue. Copying the centre and adding to it is loose: threads do it side by side without a lock.
+The exchanger: the hub lets `exchangers` workers exchange at a time, from its answer until the difference arrives; other
+requests wait in a queue. Copying the centre and adding to it is unordered: threads do it concurrently without a lock.
 
-BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates, and since the
-hub is sent the worker's own, they stay between the two.
+BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates. The worker
+sends its own buffers and not a difference, so the hub's stay between the two.
 
-The hub counts the steps of every difference it takes. Near the end it hands out only what is left to make, and a worker
-that is dealt no more mini-batches exchanges what it has.
+The hub counts the steps of every difference. Near the end it hands out only the steps that are left, and a worker that
+gets no more mini-batches exchanges what it has.
 
-The workers of a new run begin at once, since the seed or the checkpoint gives all of them the centre. One that comes
-later asks for it first. A worker that dies gives its place up; its difference has come whole or not at all, so the
-centre is whole.
+The workers of a new run begin at once, since the seed or the checkpoint gives all of them the centre. A worker that
+joins later asks for it first. A worker that dies frees its place. Its difference arrived completely or not at all, so
+the centre is never partly updated.
 
-Invariants: a worker asks once for every exchange; no more workers exchange than the exchanger has places; nobody waits
-while a place is free; throttled, the hub's rates under way add up to 1 at most.
+Invariants: a worker asks once for every exchange; no more workers exchange than the exchanger has places; no worker
+waits while a place is free; with `throttle`, the hub's rates under way add up to at most 1.
 """
 
 from __future__ import annotations
@@ -52,42 +51,25 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from torch import Tensor
-
+from tether.core.effects import Add, Blend, Effect, Install, Record, Send, Step
+from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested
+from tether.core.machine import Machine, NodeContext
+from tether.core.message import Message
+from tether.core.snapshot import Values, snapshot, tensor
 from tether.errors import InvariantBroken, UsageError
-from tether.machine import (
-    Add,
-    Blend,
-    Effect,
-    Event,
-    GradientReady,
-    Install,
-    Machine,
-    Message,
-    PeerJoined,
-    PeerLost,
-    Received,
-    Record,
-    Seat,
-    Send,
-    Started,
-    Step,
-    StopRequested,
-    snapshot,
-)
-from tether.protocols.base import Options, Pace, option
+from tether.protocols.base import Options, RunProgress, option
 from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
 
-#: alpha times the number of workers, unless alpha is given
+#: alpha times the number of workers, by default
 BETA = 0.9
-#: tau above the least that avoids collisions
+#: how much longer tau is than needed to avoid collisions
 ROOM = 1.3
-#: so many of each worker's answers are the latest
+#: how many of each worker's answers are remembered
 ANSWERS_KEPT = 4
 
 
 class Ask(Message, frozen=True):
-    """Worker to hub: the centre, please; `first` if it has none yet and will take it as it is."""
+    """Worker to hub: send the centre; `first`: the worker has no weights yet and will install it."""
 
     first: bool = False
 
@@ -95,49 +77,52 @@ class Ask(Message, frozen=True):
 class Centre(Message, frozen=True):
     """Hub to worker: the centre, the worker's rate, and how many steps to make until the next exchange.
 
-    If `early`, that many at most: the next exchange is as soon as the next centre is there.
+    If `early`, tau is a maximum: the next exchange happens as soon as the next centre arrives.
     """
 
-    values: Tensor
+    values: Values
     alpha: float
     tau: int
     early: bool = False
-    #: how many mini-batches of the run count so far
+    #: how many mini-batches of the run count
     position: int = 0
 
 
 class Difference(Message, frozen=True):
-    """Worker to hub: its parameters less the centre's, its buffers, and what it did since the last exchange."""
+    """Worker to hub: its parameters minus the centre's, its buffers, and its work since the last exchange."""
 
-    values: Tensor
-    buffers: Tensor
+    values: Values
+    buffers: Values
     steps: int
     step_seconds: float
-    #: from asking for the centre to having it, and how much of that it stood still
+    #: the time from the request for the centre to its arrival, and how much of it the worker was idle
     answer_seconds: float
     wait_seconds: float
 
 
 @dataclass(frozen=True)
 class Elastic(Options):
-    """Workers train alone and are tied to a centre: every tau steps each and the centre pull the other."""
+    """Workers train alone and are tied to the joint model: every tau steps the two pull each other."""
 
     tau: int | Literal["auto"] = option(
-        "auto", "steps between two exchanges; 'auto': as many as let exchanges pass without collision, and 30 % more"
+        "auto",
+        "steps between two exchanges; 'auto': 30 % more than exchanges need to avoid collisions on the hub's link",
     )
-    alpha: float | Literal["auto"] = option("auto", "share of the difference that is moved; 'auto': 0.9/workers")
-    master_alpha: float | None = option(None, "the centre's own rate; none: the workers'")
+    alpha: float | Literal["auto"] = option(
+        "auto", "share of the difference by which worker and centre move; 'auto': 0.9/workers"
+    )
+    master_alpha: float | None = option(None, "the centre's rate, if it differs from the workers'")
     decay: float = option(1.0, "factor of the rates at every decay_every steps (DeepSpark, equation 5)")
     decay_every: int | None = option(None, "steps of each worker between two decays")
-    decay_limit: int | None = option(None, "decay at most so often; none: for ever")
-    decays: Literal["both", "master"] = option("both", "which rates decay: both, or the centre's (equation 6)")
-    ahead: bool = option(True, "ask for the centre so early that it is there when it is needed")
+    decay_limit: int | None = option(None, "the largest number of decays; none: no limit")
+    decays: Literal["both", "master"] = option("both", "which rates decay: both, or only the centre's (equation 6)")
+    ahead: bool = option(True, "ask for the centre early enough that it is there when it is needed")
     throttle: bool = option(
         True,
         "scale the rates of exchanges that overlap, so that together they move the centre no further than the workers "
         "are; without it a large alpha acts in full, as in DeepSpark, and may diverge",
     )
-    exchangers: int = option(8, "how many workers exchange at a time; further ones wait in a queue")
+    exchangers: int = option(8, "how many workers exchange at a time; others wait in a queue")
 
     name = "elastic"
     summary = "workers train alone, each tied to a centre by an elastic force (EASGD, DeepSpark)"
@@ -179,18 +164,18 @@ class Elastic(Options):
     def pool_threads(self) -> int:
         return self.exchangers
 
-    def machine(self, seat: Seat) -> Machine:
-        return ElasticHub(seat, self) if seat.node.role == "hub" else ElasticWorker(seat, self)
+    def machine(self, context: NodeContext) -> Machine:
+        return ElasticHub(context, self) if context.node.role == "hub" else ElasticWorker(context, self)
 
-    def tau_at_start(self, seat: Seat) -> int:
-        """The tau that a run begins with; 0 if it has yet to be measured."""
+    def tau_at_start(self, context: NodeContext) -> int:
+        """The tau that a run begins with; 0 if it must be measured first."""
         if self.tau != "auto":
             return self.tau
-        return int(seat.restored["tau"]) if seat.restored else int(not self.ahead)
+        return int(context.restored["tau"]) if context.restored else int(not self.ahead)
 
-    def first_steps(self, seat: Seat) -> tuple[int, bool]:
-        """How many steps a worker makes until its first exchange, and whether that may be sooner."""
-        tau, left = self.tau_at_start(seat), max(1, seat.schedule.steps - seat.schedule.first_step)
+    def first_steps(self, context: NodeContext) -> tuple[int, bool]:
+        """How many steps a worker makes until its first exchange, and whether the exchange may come earlier."""
+        tau, left = self.tau_at_start(context), max(1, context.schedule.steps - context.schedule.first_step)
         return min(tau, left) or left, not tau
 
     def rates(self, workers: int, step: int) -> tuple[float, float]:
@@ -210,13 +195,13 @@ class _Request:
 
     worker: str
     since: float
-    #: how many were ahead of it
+    #: how many requests were ahead of it
     ahead: int
 
 
 @dataclass
 class _Exchange:
-    """A worker that has been answered and whose difference is awaited."""
+    """A worker that was sent the centre and whose difference has not arrived."""
 
     request: _Request
     granted_at: float
@@ -229,31 +214,31 @@ class _Exchange:
 class ElasticHub:
     """Holds the centre and serves the workers one exchange after the other."""
 
-    def __init__(self, seat: Seat, options: Elastic) -> None:
-        self.seat = seat
+    def __init__(self, context: NodeContext, options: Elastic) -> None:
+        self.context = context
         self.options = options
-        self.pace = Pace(seat, lambda: {"tau": self.tau})
+        self.progress = RunProgress(context, lambda: {"tau": self.tau})
         self.present: set[str] = set()
         self.exchanges = 0
         self._auto = options.tau == "auto"
-        #: 0: not known yet
-        self.tau = options.tau_at_start(seat)
+        #: 0: not known
+        self.tau = options.tau_at_start(context)
         self._queue: deque[_Request] = deque()
         self._open: dict[str, _Exchange] = {}
-        #: steps that each worker is making, or has made and not told of yet
+        #: steps that each worker is making, or has made and not reported
         self._issued: dict[str, int] = {}
-        #: what each worker's latest answers took, and its mean step
+        #: how long each worker's latest answers took, and its mean step
         self._answers: dict[str, deque[float]] = {}
         self._step_seconds: dict[str, float] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        if self.pace.over:
+        if self.progress.over:
             return []
         match event:
             case Started(members=members):
-                self.present = {worker for worker in self.seat.workers if worker in members}
-                self.pace.begin(members)
-                tau, early = self.options.first_steps(self.seat)
+                self.present = {worker for worker in self.context.workers if worker in members}
+                self.progress.begin(members)
+                tau, early = self.options.first_steps(self.context)
                 self._issued = dict.fromkeys(self.present, 1 if early else tau)
             case Received(sender=worker, message=Ask(first=True)):
                 return self._send_centre(worker, 1.0)
@@ -263,26 +248,26 @@ class ElasticHub:
             case Received(sender=worker, message=Difference() as difference):
                 return self._take(worker, difference, now)
             case Received(sender=worker, message=More() | Returned() as message):
-                return self.pace.deal(worker, message)
+                return self.progress.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.add(peer)
-                self.pace.join(peer)
+                self.progress.join(peer)
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
                 self._queue = deque(request for request in self._queue if request.worker != peer)
                 for kept in (self._open, self._issued, self._answers, self._step_seconds):
                     kept.pop(peer, None)
-                return [*self.pace.lose(peer), *self._serve(now)]
+                return [*self.progress.lose(peer), *self._serve(now)]
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                return self.progress.finish(reason)
         return []
 
     def _serve(self, now: float) -> list[Effect]:
-        """Answer whoever is next, as long as a place is free."""
+        """Answer the next workers in the queue while places are free."""
         effects: list[Effect] = []
         while self._queue and len(self._open) < self.options.exchangers:
             request = self._queue.popleft()
-            alpha, master_alpha = self.options.rates(len(self.present), self.pace.step)
+            alpha, master_alpha = self.options.rates(len(self.present), self.progress.step)
             taken = self._rates_under_way()
             if self.options.throttle and taken + master_alpha > 1:
                 alpha, master_alpha = alpha * (1 - taken), master_alpha * (1 - taken)
@@ -296,13 +281,13 @@ class ElasticHub:
 
     def _send_centre(self, worker: str, alpha: float) -> list[Effect]:
         tau, early = self._issue(worker)
-        return [Send(worker, Centre(snapshot(loose=True), alpha, tau, early, self.pace.position))]
+        return [Send(worker, Centre(snapshot(unordered=True), alpha, tau, early, self.progress.position))]
 
     def _issue(self, worker: str) -> tuple[int, bool]:
-        """How many steps a worker makes until its next exchange, and whether that may be sooner."""
+        """How many steps a worker makes until its next exchange, and whether the exchange may come earlier."""
         self._issued.pop(worker, None)
         under_way = sum(self._issued.values()) + sum(exchange.steps for exchange in self._open.values())
-        left = max(1, self.pace.left(len(self.present)) - under_way)
+        left = max(1, self.progress.left(len(self.present)) - under_way)
         if not self.tau:
             self._issued[worker] = 1
             return max(1, left // len(self.present)), True
@@ -330,13 +315,13 @@ class ElasticHub:
             }
         )
         moves: list[Effect] = [
-            Add(difference.values, exchange.master_alpha, loose=True),
-            Blend(difference.buffers, exchange.master_alpha, self.seat.parameter_count, loose=True),
+            Add(tensor(difference.values), exchange.master_alpha, unordered=True),
+            Blend(tensor(difference.buffers), exchange.master_alpha, self.context.parameter_count, unordered=True),
             row,
         ]
-        self.pace.ledger.count(worker, difference.steps)
-        moves += self.pace.advance(difference.steps, len(self.present), now)
-        return moves if self.pace.over else moves + self._serve(now)
+        self.progress.ledger.count(worker, difference.steps)
+        moves += self.progress.advance(difference.steps, len(self.present), now)
+        return moves if self.progress.over else moves + self._serve(now)
 
     def _choose_tau(self) -> int:
         download = min(answer for answers in self._answers.values() for answer in answers)
@@ -347,7 +332,7 @@ class ElasticHub:
         places = self.options.exchangers
         if len(self._open) > places:
             raise InvariantBroken(f"{len(self._open)} workers exchange; there are {places} places")
-        if self._queue and len(self._open) < places and not self.pace.over:
+        if self._queue and len(self._open) < places and not self.progress.over:
             raise InvariantBroken(f"{self._queue[0].worker} waits while a place is free")
         if self.options.throttle and self._rates_under_way() > 1 + 1e-9:
             raise InvariantBroken(f"the rates under way add up to {self._rates_under_way()}")
@@ -356,26 +341,26 @@ class ElasticHub:
             raise InvariantBroken(f"a worker exchanges twice at a time: {known}")
         if not set(known) <= self.present:
             raise InvariantBroken(f"an absent worker exchanges: {set(known) - self.present}")
-        self.pace.ledger.check()
+        self.progress.ledger.check()
 
 
 class ElasticWorker:
     """Steps by itself and exchanges with the centre after every tau steps."""
 
-    def __init__(self, seat: Seat, options: Elastic) -> None:
-        self.seat = seat
+    def __init__(self, context: NodeContext, options: Elastic) -> None:
+        self.context = context
         self.ahead = options.ahead
         self._options = options
-        self.portion = Portion(seat, lambda more: [Send("hub", more)])
+        self.portion = Portion(context, lambda more: [Send("hub", more)])
         self.tau = 0
-        #: it exchanges as soon as the centre is there
+        #: it exchanges as soon as the centre arrives
         self.early = False
         self.steps = 0
         self.asked = False
         self._centre: Centre | None = None
         self._step_seconds = 0.0
         self._asked_at = 0.0
-        #: how long the last request took, and since when the worker stands still
+        #: how long the last request took, and since when the worker is idle
         self._answer_seconds = 0.0
         self._idle_since = 0.0
 
@@ -393,7 +378,7 @@ class ElasticWorker:
                 self._centre = centre
                 if not self.tau:
                     self._take_up(centre)
-                    return [Install(centre.values), *self._compute(now)]
+                    return [Install(tensor(centre.values)), *self._compute(now)]
                 return self._go_on(now) if self.steps == self.tau or self.portion.idle else []
             case Received(message=Lease() as lease):
                 return self.portion.take(lease)
@@ -402,14 +387,14 @@ class ElasticWorker:
         return []
 
     def _start(self, now: float) -> list[Effect]:
-        """Begin at once with the model that all begin with, unless the others have begun long ago."""
-        if self.seat.joins_late:
+        """Begin at once with the model that all workers begin with, unless this worker joins later."""
+        if self.context.joins_late:
             return self._ask(now, first=True)
-        self.tau, self.early = self._options.first_steps(self.seat)
+        self.tau, self.early = self._options.first_steps(self.context)
         return self._compute(now)
 
     def _go_on(self, now: float) -> list[Effect]:
-        """At the end of a step, or when the centre that was waited for has come."""
+        """Continue after a step, or after the centre has arrived."""
         effects: list[Effect] = []
         if self.steps < self.tau and not (self.early and self._centre is not None):
             effects = self._compute(now)
@@ -426,7 +411,7 @@ class ElasticWorker:
         return [*self._ask_in_time(now), *compute]
 
     def _ask_in_time(self, now: float) -> list[Effect]:
-        """Ask if the answer would otherwise come after the last step, as far as the last one tells.
+        """Ask for the centre if, judging by the last answer, it would otherwise arrive after the last step.
 
         A worker that has nothing to train on exchanges what it has, and does not ask again until it has more.
         """
@@ -442,16 +427,16 @@ class ElasticWorker:
         return [Send("hub", Ask(first))]
 
     def _exchange(self, centre: Centre, wait_seconds: float) -> list[Effect]:
-        parameters = self.seat.parameter_count
+        parameters = self.context.parameter_count
         difference = Difference(
-            snapshot(0, parameters, less=centre.values[:parameters]),
+            snapshot(0, parameters, less=tensor(centre.values)[:parameters]),
             snapshot(parameters),
             self.steps,
             self._step_seconds,
             self._answer_seconds,
             wait_seconds,
         )
-        return [Send("hub", difference), Blend(centre.values, centre.alpha)]
+        return [Send("hub", difference), Blend(tensor(centre.values), centre.alpha)]
 
     def _take_up(self, centre: Centre) -> None:
         self.tau, self.early, self._centre, self.asked = centre.tau, centre.early, None, False

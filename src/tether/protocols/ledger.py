@@ -1,20 +1,23 @@
 """Who trains on which mini-batch, so that every sample of an epoch counts exactly once.
 
-The data of a run is one endless sequence of mini-batches, numbered from 0: a fresh permutation of the samples for every
-epoch. The node that counts, the hub or grid's master, keeps a `Ledger`: which mini-batches count already, which worker
-was dealt which of the others, and which were given back. A worker has a `Portion`: what it was dealt and has not begun.
+The data of a run is one endless sequence of mini-batches, numbered from 0, with a new permutation of the samples for
+every epoch. The node that counts, which is the hub or grid's master, keeps a `Ledger`: which mini-batches already
+count, which worker was dealt which of the others, and which were given back. A worker has a `Portion`: the mini-batches
+that it was dealt and has not begun.
 
 - The first deal follows from the schedule alone, so workers begin without a message.
-- Mini-batches are dealt in lanes: of a group of them, the first of k workers gets the 1st, the k+1st, and so on. So
-  workers that keep step take, in each step, the same samples as one worker with k times the mini-batch.
-- A worker asks for more (`More`) before it runs out. One that is behind finds its lane taken by a faster one, and takes
-  the next.
-- A worker's mini-batches count in the order in which they were dealt. Those of a dead worker that do not count yet are
-  dealt to others, first of all.
-- When nothing is left to deal, a worker that has much left is asked to give half of it back (`Recall`, `Returned`).
+- Mini-batches are dealt in lanes: of a group, the first of k workers gets the 1st, the k+1st, and so on. Workers that
+  keep the same pace therefore use, in each step, the same samples as one worker with k times the mini-batch.
+- A worker asks for more (`More`) before it runs out. If a faster worker took a slow one's lane, the slow one gets the
+  next lane.
+- A worker's mini-batches count in the order in which they were dealt. Mini-batches of a dead worker that do not count
+  yet are dealt to others before any new ones.
+- When nothing is left to deal, a worker with many mini-batches left is asked to give half of them back (`Recall`,
+  `Returned`).
 
-A resumed run deals what does not count yet, whoever had it. Where each worker has data of its own, nothing can be
-handed on: each goes through its own part, and the goal is a number of mini-batches, whichever they are.
+A resumed run deals the mini-batches that do not count yet, no matter which worker had them. Where each worker has data
+of its own, mini-batches cannot move between workers: each worker goes through its own part, and the goal is only a
+number of mini-batches.
 
 Invariant: below the frontier every mini-batch counts, or is held by one worker, or waits to be dealt.
 """
@@ -30,12 +33,14 @@ from typing import Any
 
 import msgspec
 
+from tether.core.effects import Compute, Effect, GradientForm
+from tether.core.machine import NodeContext
+from tether.core.message import Message
 from tether.errors import InvariantBroken
-from tether.machine import Compute, Effect, Message, Seat, Wanted
 
-#: how many mini-batches a worker is dealt at a time, unless it asks for more: requests may wait behind whole models
+#: how many mini-batches a worker is dealt at a time, unless it asks for more: a request may queue behind whole models
 AHEAD = 1024
-#: but no more than one in so many of what is left for it, so that all finish together
+#: a worker gets at most 1/SHARE of its fair share of what is left, so that all workers finish together
 SHARE = 2
 #: the most mini-batches that a worker asks for
 WANTED_MAX = 8192
@@ -44,38 +49,38 @@ UPCOMING = 2
 
 
 class More(Message, frozen=True):
-    """Worker to hub: it will soon have nothing to train on, or has nothing (`idle`)."""
+    """Worker to hub: it will soon run out of mini-batches, or has none left (`idle`)."""
 
     wanted: int
     idle: bool = False
 
 
 class Lease(Message, frozen=True):
-    """Hub to worker: mini-batches to train on, and how many of the run's count so far."""
+    """Hub to worker: mini-batches to train on, and how many mini-batches of the run count."""
 
     batches: tuple[int, ...]
     position: int
 
 
 class Recall(Message, frozen=True):
-    """Hub to worker: give back half of what you have not begun, for others have nothing left."""
+    """Hub to worker: give back half of what you have not begun; others have nothing left."""
 
 
 class Returned(Message, frozen=True):
-    """Worker to hub: these it will not train on."""
+    """Worker to hub: it will not train on these mini-batches."""
 
     batches: tuple[int, ...]
 
 
-#: what every protocol's nodes may say to each other besides its own messages
+#: messages that the nodes of every protocol may send besides the protocol's own
 DEALING: tuple[type[Message], ...] = (More, Lease, Recall, Returned)
 
 
 class Spans:
-    """A set of numbers, kept as its runs."""
+    """A set of integers, stored as ranges."""
 
     def __init__(self, pairs: Iterable[tuple[int, int]] = ()) -> None:
-        """Each pair is the first of a run and the one after its last, in order."""
+        """Each pair is a range (first, last + 1); pairs are in order."""
         self._starts = [start for start, _ in pairs]
         self._stops = [stop for _, stop in pairs]
         self.total = sum(self._stops) - sum(self._starts)
@@ -88,7 +93,7 @@ class Spans:
         return iter(zip(self._starts, self._stops, strict=True))
 
     def add(self, number: int) -> bool:
-        """Whether it is new."""
+        """Add a number; True if it is new."""
         if number in self:
             return False
         self.total += 1
@@ -108,56 +113,62 @@ class Spans:
         return True
 
     def gaps(self) -> list[int]:
-        """The numbers from 0 to the last run that are not in it."""
+        """The numbers between 0 and the last range that are not in the set."""
         edges = zip([0, *self._stops], self._starts, strict=False)
         return [number for stop, start in edges for number in range(stop, start)]
 
     @property
     def stop(self) -> int:
-        """The number after the last one."""
+        """The largest number in the set, plus 1."""
         return self._stops[-1] if self._stops else 0
 
     @property
     def first_gap(self) -> int:
-        """The least number that is not in it."""
+        """The smallest number that is not in the set."""
         return self._stops[0] if self._starts and self._starts[0] == 0 else 0
 
 
 class Ledger:
-    """At the node that counts: which mini-batches count, and who has the others."""
+    """At the node that counts: which mini-batches count, and which worker has the others."""
 
     def __init__(
-        self, seat: Seat, ahead: int = AHEAD, *, overshoots: bool = False, dealt: bool = True, only: str | None = None
+        self,
+        context: NodeContext,
+        ahead: int = AHEAD,
+        *,
+        overshoots: bool = False,
+        dealt: bool = True,
+        only: str | None = None,
     ) -> None:
-        """`overshoots`: deal beyond the goal too, so that nobody ever stands idle; `dealt`: make the first deal.
+        """`overshoots`: deal beyond the goal too, so that no worker is ever idle; `dealt`: make the first deal.
 
-        `only`: keep what that gives to one worker and forget the rest.
+        `only`: of the first deal, keep only what this worker gets.
         """
-        schedule = seat.schedule
+        schedule = context.schedule
         self.counted = Spans(schedule.counted)
         self._goal = schedule.goal
         self._bound = schedule.data_bound
         self._overshoots = overshoots
-        self._indices = {node.name: node.index for node in seat.nodes if node.computes}
+        self._indices = {node.name: node.index for node in context.nodes if node.computes}
         self.places = frozenset(self._indices.values())
-        #: the workers that are present, with their places among the lanes
+        #: the workers that are present, with their lane numbers
         self.members = dict(self._indices)
         self._next = self.counted.stop
         self._returned = self.counted.gaps()
-        #: of workers that died with something still on its way to the hub: dealt when all else counts
+        #: mini-batches of dead workers whose gradients may still arrive: dealt when all others count
         self._late: list[int] = []
         self._groups: deque[dict[str, range]] = deque()
         self.held: dict[str, deque[int]] = {name: deque() for name in self.members}
-        #: how many of each place's mini-batches count, whoever made them
+        #: how many mini-batches of each lane count, including those of earlier workers in that lane
         self.made: Counter[int] = Counter()
-        #: where each place is in its own data
+        #: how far each lane is in its own data
         self._own: Counter[int] = Counter()
         if self._bound:
             rounds = math.ceil(self.counted.total / max(1, len(self._indices)))
             self._own.update(dict.fromkeys(self._indices.values(), rounds))
-        #: who has asked for more and got nothing yet
+        #: workers that have asked for more and have not been answered
         self.waiting: dict[str, More] = {}
-        #: who has been asked to give back, and who had nothing to give
+        #: workers that were asked to give back, and workers that had nothing to give
         self._recalled: set[str] = set()
         self._spent: set[str] = set()
         if dealt:
@@ -166,7 +177,7 @@ class Ledger:
                 if only in (None, worker):
                     self.held[worker].extend(batches)
 
-    # ---- what counts ----
+    # ---- counting ----
 
     @property
     def is_complete(self) -> bool:
@@ -177,18 +188,18 @@ class Ledger:
         return reached >= self._goal
 
     def count(self, worker: str, gradients: int) -> None:
-        """The next of a worker's mini-batches are in the joint model."""
+        """The worker's next `gradients` mini-batches are in the joint model."""
         held = self.held[worker]
         if gradients > len(held):
-            raise InvariantBroken(f"{worker} tells of {gradients} gradients and was dealt {len(held)} more")
+            raise InvariantBroken(f"{worker} reports {gradients} gradients but has only {len(held)} mini-batches left")
         for _ in range(gradients):
             self._add(worker, held.popleft())
 
-    def settle(self, worker: str, batches: Iterable[int]) -> None:
-        """These mini-batches of a worker, which may have died since, are in the joint model."""
+    def count_batches(self, worker: str, batches: Iterable[int]) -> None:
+        """These mini-batches of a worker, which may be dead by now, are in the joint model."""
         for batch in batches:
             if batch in self.counted and not self._bound:
-                continue  # somebody else was dealt it after its worker had died, and both have made it
+                continue  # it was dealt to another worker after the first one died, and both have trained on it
             for places in (self.held.get(worker, ()), self._late, self._returned, *self.held.values()):
                 if batch in places:
                     places.remove(batch)  # type: ignore[union-attr]
@@ -202,19 +213,19 @@ class Ledger:
         elif not self.counted.add(batch):
             raise InvariantBroken(f"mini-batch {batch} counts twice, now by {worker}")
 
-    # ---- who has what ----
+    # ---- membership ----
 
     def _place(self, worker: str) -> int:
-        """A successor has the place of whoever it succeeds, anybody else one of its own."""
+        """A worker's lane: a successor has the lane of the worker it replaces, any other gets a new one."""
         return self._indices.setdefault(worker.partition("~")[0], len(self._indices))
 
     def join(self, worker: str) -> None:
-        """Somebody has come."""
+        """A worker has joined."""
         self.members[worker] = self._place(worker)
         self.held[worker] = deque()
 
     def lose(self, worker: str, late: bool = False) -> None:
-        """Somebody has died: what it had is dealt to others; `late`: last of all, since some may still arrive."""
+        """A worker has died: others get its mini-batches; with `late`, last, since its gradients may still arrive."""
         if self.members.pop(worker, None) is None:
             return
         back = list(self.held.pop(worker))
@@ -228,7 +239,7 @@ class Ledger:
         self._recalled.discard(worker)
 
     def take_back(self, worker: str, batches: Iterable[int]) -> None:
-        """A worker has given these back."""
+        """A worker has given these mini-batches back."""
         if worker not in self.members:
             return
         self._recalled.discard(worker)
@@ -242,7 +253,7 @@ class Ledger:
         self._returned = sorted((*self._returned, *batches))
 
     def recall(self) -> str | None:
-        """Whom to ask to give something back, if somebody has nothing to do: the worker with the most mini-batches."""
+        """If a worker is idle, the worker to ask for mini-batches: the one with the most."""
         idle = {worker for worker, more in self.waiting.items() if more.idle}
         if self._bound or len(idle) <= len(self._recalled):
             return None
@@ -257,7 +268,7 @@ class Ledger:
     def rebuild(
         self, counted: Iterable[tuple[int, int]], made: Mapping[str, Iterable[int]], held: Mapping[str, Iterable[int]]
     ) -> int:
-        """Begin anew with what counts, what more was made, and what the living have; how many count now besides."""
+        """Start over from what counts, what else was made, and what living workers hold; how many more count now."""
         self.counted = Spans(tuple(counted))
         before = self.counted.total
         self.members = {worker: self._place(worker) for worker in held}
@@ -279,7 +290,7 @@ class Ledger:
     # ---- dealing ----
 
     def deal(self, worker: str, wanted: int) -> tuple[int, ...]:
-        """The next mini-batches for a worker; none if there are none left."""
+        """The next mini-batches for a worker; empty if none are left."""
         batches = self._choose(worker, wanted)
         self.held[worker].extend(batches)
         if batches:
@@ -295,13 +306,13 @@ class Ledger:
 
     @property
     def late_is_due(self) -> bool:
-        """Nothing is left but what dead workers had, and no longer comes from whoever had it of them."""
+        """Only mini-batches of dead workers are left, and their gradients have not arrived."""
         if self._goal is None or not self._late:
             return False
         return (self._next if self._overshoots else self.counted.total + len(self._late)) >= self._goal
 
     def deal_round(self, steps: int) -> dict[str, tuple[int, ...]]:
-        """So many mini-batches for every worker that is present, in place of what it had; fewer where the goal ends."""
+        """`steps` mini-batches for every worker that is present, replacing what it had; fewer at the end of the run."""
         for worker in self.members:
             if self._bound:
                 self._own[self._place(worker)] -= len(self.held[worker])
@@ -331,7 +342,7 @@ class Ledger:
         return max(1, min(wanted, math.ceil(left / (SHARE * len(self.members)))))
 
     def _take(self, waiting: list[int], length: int) -> list[int]:
-        """The first of these, and no more than a fair share of them."""
+        """The first of these, up to a worker's fair share."""
         count = min(length, math.ceil(len(waiting) / max(1, len(self.members))))
         taken, waiting[:] = waiting[:count], waiting[count:]
         return taken
@@ -342,7 +353,7 @@ class Ledger:
         for group in self._groups:
             if worker in group:
                 return group.pop(worker)
-        # of the groups before the last, whoever is so far behind is helped out
+        # in groups before the last one, a fast worker takes the lane of a slow one
         for group in islice(self._groups, max(0, len(self._groups) - 1)):
             if group:
                 return group.pop(next(iter(group)))
@@ -353,7 +364,7 @@ class Ledger:
         return last.pop(worker if worker in last else next(iter(last))) if last else []
 
     def _open(self, length: int) -> dict[str, range]:
-        """The lanes of the next group, one for each worker that is present."""
+        """The lanes of the next group, one per present worker."""
         workers = sorted(self.members, key=lambda name: self.members[name])
         first, stop = self._next, self._next + length * len(workers)
         if self._goal is not None and not self._overshoots:
@@ -363,7 +374,7 @@ class Ledger:
         return {worker: lane for worker, lane in lanes.items() if lane}
 
     def check(self) -> None:
-        """Raise `InvariantBroken` unless as many mini-batches are in some place as were ever dealt."""
+        """Raise `InvariantBroken` unless every mini-batch below the frontier counts, is held or waits."""
         if self._bound:
             return
         dealt = sum(map(len, self.held.values())) + sum(len(lane) for group in self._groups for lane in group.values())
@@ -375,41 +386,43 @@ class Ledger:
 
 
 class Portion:
-    """A worker's mini-batches: those that it was dealt and has not begun, in order."""
+    """The mini-batches that a worker was dealt and has not begun, in order."""
 
-    def __init__(self, seat: Seat, ask: Callable[[More], list[Effect]], ahead: int = AHEAD, **first: Any) -> None:
-        """`ask` gives the effects by which the hub is asked; `first` is what the ledger there was made with."""
+    def __init__(
+        self, context: NodeContext, ask: Callable[[More], list[Effect]], ahead: int = AHEAD, **first: Any
+    ) -> None:
+        """`ask` returns the effects that ask the hub; `first` holds the arguments of the ledger there."""
         self._ask = ask
-        ledger = Ledger(seat, ahead, only=seat.node.name, **first)
-        self._held = ledger.held.get(seat.node.name, deque())
-        #: how far the run is, as far as is known here
+        ledger = Ledger(context, ahead, only=context.node.name, **first)
+        self._held = ledger.held.get(context.node.name, deque())
+        #: how far the run is, as far as this worker knows
         self.position = ledger.counted.total
         self._wish: Compute | None = None
-        #: of which mini-batch the gradient under way is
+        #: the mini-batch whose gradient is being computed
         self.batch = -1
-        #: the last request, as long as it is not answered
+        #: the last request, until it is answered
         self._asked: More | None = None
         self._begun = 0
-        #: ask when so many are left
+        #: ask for more when this many are left
         self._least = ahead // 2
 
     @property
     def idle(self) -> bool:
-        """A gradient is wanted, and there is nothing to take it of."""
+        """A gradient is wanted, but there is no mini-batch."""
         return self._wish is not None
 
     @property
     def held(self) -> tuple[int, ...]:
-        """What has not been begun."""
+        """The mini-batches that have not been begun."""
         return tuple(self._held)
 
-    def compute(self, wanted: Wanted = "step", fresh: bool = False) -> list[Effect]:
-        """Take the gradient of the next mini-batch, as soon as there is one."""
-        self._wish = Compute(wanted, fresh)
+    def compute(self, form: GradientForm = "none", fresh: bool = False) -> list[Effect]:
+        """Compute the gradient of the next mini-batch as soon as there is one."""
+        self._wish = Compute(form, fresh)
         return self._go_on()
 
     def take(self, lease: Lease) -> list[Effect]:
-        """What the hub deals."""
+        """Add the mini-batches that the hub deals."""
         late = 2 * self._least if self.idle else 2 * self._begun
         self._least = min(WANTED_MAX // 2, max(self._least, late))
         self._asked = None
@@ -418,12 +431,12 @@ class Portion:
         return self._go_on()
 
     def give(self) -> Returned:
-        """Half of what has not been begun, the last ones."""
+        """Give back the last half of what has not been begun."""
         given = [self._held.pop() for _ in range((len(self._held) + 1) // 2)]
         return Returned(tuple(reversed(given)))
 
     def ask_again(self) -> list[Effect]:
-        """Whoever was asked is gone."""
+        """Ask again, because the node that was asked has died."""
         self._asked = None
         return self._go_on()
 

@@ -1,50 +1,51 @@
 """MPCA SGD: multi-phase coordinated asynchronous training (sections 4 and 6.3).
 
-Workers never stop. The hub holds the joint model, cut into shards of equal size anywhere in the vector, and leads each
-shard round a cycle of its own:
+Workers never stop. The hub holds the joint model, cut into shards of equal size anywhere in the vector. Each shard goes
+through a cycle of its own:
 
-1. Broadcast: the projected joint shard goes to all workers, where it becomes the new target by a swap.
-2. Reduction: having it, a worker contributes a copy of its own shard, weighted by the steps tau it has made since its
-   last contribution of that shard (equation 9).
-3. Preparation: the hub blends the mean into its shard, x <- (1 - beta) x + beta R (equation 8), follows how it moves,
+1. Broadcast: the projected joint shard goes to all workers, where it replaces the old target by a swap.
+2. Reduction: a worker that has it contributes a copy of its own shard, weighted by tau, the steps that it has made
+   since its last contribution of that shard (equation 9).
+3. Preparation: the hub blends the mean R into its shard, x <- (1 - beta) x + beta R (equation 8), tracks its velocity,
    v <- delta v + (1 - delta) (x_t - x_t-1) (equation 4), and projects it, x* = x + gamma v (equation 5).
 
-As many shards as there are phases are under way at a time, so that one is broadcast while another is reduced and a
-third is prepared, and both directions of the hub's link are in use (section 4.2). Shards beyond that wait for their
-turn. BatchNorm's buffers are one more shard, which is small and goes round beside the others; it is not projected: a
-variance must not fall below zero.
+As many shards as there are phases are under way at a time: one is broadcast while another is reduced and a third is
+prepared, so that both directions of the hub's link are in use (section 4.2). Other shards wait for their turn.
+BatchNorm's buffers are a small shard of their own that circulates in addition. It is not projected, since a variance
+must not fall below zero.
 
-A worker displaces its model before every gradient, x <- x - alpha (x - x*), over the whole vector (equation 7); or the
-pull is part of the gradient, g <- g + alpha (x - x*) (equation 6).
+A worker moves its whole vector before every gradient, x <- x - alpha (x - x*) (equation 7); or the pull is part of the
+gradient, g <- g + alpha (x - x*) (equation 6).
 
-Schedules, all told by the hub so that every worker has the same: alpha is 0 for the first steps, then high, then decays
+Schedules, which the hub sends so that every worker has the same: alpha is 0 for the first steps, then high, then decays
 to its target (section 6.3); beta goes from 1 to its target by a constant factor per cycle (section 4.5); gamma grows
 from 0 (section 4.3).
 
-How many steps are enough: one, where exchanges cost no more than time on the network. Processes that share their
-processors with training would exchange at almost every step and train at half their speed; there a worker makes as many
-as keep what its exchanges cost below a share of what its gradients take. The paper's cycles last 12 to 108 steps.
+How many steps a contribution needs: one, where exchanges cost only time on the network. Where exchanges take CPU time
+from training, workers would exchange at almost every step and train at half their speed. There a worker makes so many
+steps that its exchanges take at most a given share of its gradients' time. The paper's cycles last 12 to 108 steps.
 
-Nobody waits for a straggler (section 4.6). A worker that has made too few steps contributes when it has made enough, so
-that a fast network does not circulate unchanged shards without end, but at the latest when the usual worker would have
-made them: the hub sees everybody's speed in the steps they tell, and tells all the median. A slow worker then
-contributes what it has, with weight 0 if that is nothing. As long as nobody has made a step, all wait longer each time,
-up to a second. A worker that has nothing left to train on contributes its last steps at once: no more will follow.
+No worker waits for a straggler (section 4.6). A worker that has made too few steps contributes when it has made enough,
+so that a fast network does not circulate unchanged shards forever, but at the latest when the median worker would have
+made them: the hub knows every worker's speed from the steps it reports, and sends all workers the median. A slow worker
+then contributes what it has, with weight 0 if it has made no step. While no worker has made a step, all wait longer
+each time, up to a second. A worker that has nothing left to train on contributes its last steps at once.
 
-A worker that does not answer at all, because it is paused or cut off, is left out: a shard that takes several times as
-long as it usually does closes with what has come, and the hub asks those that are missing whether they are there. They
-take part again as soon as they answer; later, the more often they answered and were missing again, as where the process
-that brings a worker its values is paused and not the worker. What they made meanwhile counts as no more than a usual
-contribution.
+A worker that does not answer at all, because it is paused or cut off, is left out: a shard that takes several times
+longer than usual closes with the contributions that have arrived, and the hub asks the missing workers whether they are
+there. They take part again as soon as they answer. A worker that answers but is missing again and again has to wait
+longer each time; that happens if the process that brings it its values is paused and the worker is not. What a worker
+has made in the meantime counts at most as much as a usual contribution.
 
-A worker tells how many steps it has made in all, and the hub counts those that are new in each shard. So a contribution
-that came too late is not lost: the next one tells of its steps as well.
+A worker reports how many steps it has made in total, and the hub counts those that are new in each shard. A
+contribution that arrives too late is therefore not lost: the next one reports its steps as well.
 
-The workers of a new run begin at once, since the seed or the checkpoint gives all of them the hub's model. One that
-comes later begins when it has every shard, with the joint model. One that dies is left out of the reductions under way.
+The workers of a new run begin at once, since the seed or the checkpoint gives all of them the hub's model. A worker
+that joins later begins with the joint model when it has every shard. A worker that dies is left out of the reductions
+under way.
 
-Invariants: every shard is in one place, ready or under way; no more are under way than there are phases; of each shard,
-the new steps of a worker's contributions add up to the steps it has told.
+Invariants: every shard is in one place, ready or under way; no more shards are under way than there are phases; for
+each shard, the new steps of a worker's contributions add up to the steps it has reported.
 """
 
 from __future__ import annotations
@@ -58,70 +59,60 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tether.errors import InvariantBroken, UsageError
-from tether.machine import (
-    Blend,
-    Broadcast,
+from tether.core.effects import Blend, Broadcast, Effect, Install, Record, Reduce, Send, SetTimer, Step
+from tether.core.events import (
     Broadcasted,
-    Effect,
     Event,
     GradientReady,
-    Install,
-    Machine,
-    Message,
     PeerJoined,
     PeerLost,
     Received,
-    Record,
-    Reduce,
     Reduced,
-    Seat,
-    Send,
-    SetTimer,
     Started,
-    Step,
     StopRequested,
     TimerFired,
-    snapshot,
-    stream_of,
 )
-from tether.protocols.base import Options, Pace, option
+from tether.core.machine import Machine, NodeContext
+from tether.core.message import Message, Stream, Tag, Timer
+from tether.core.snapshot import snapshot
+from tether.core.vector import shards
+from tether.errors import InvariantBroken, UsageError
+from tether.protocols.base import Options, RunProgress, option
 from tether.protocols.ledger import Lease, More, Portion, Recall, Returned
-from tether.vector import shards
 
 SHARDS_MAX = 16
-#: the share of the way to the joint model that the automatic alpha makes in a cycle
+#: the share of the distance to the joint model by which the automatic alpha moves a worker in a cycle
 PULL = 0.2
-#: schedules unless given: those of the paper, or these shares of a run for which they are too long
+#: default schedules: those of the paper, or these shares of a run that is too short for them
 FREE_STEPS, FREE_SHARE = 20, 0.05
-SETTLE_STEPS, SETTLE_SHARE = 200, 0.2
+ALPHA_DECAY_STEPS, ALPHA_DECAY_SHARE = 200, 0.2
 RAMP_CYCLES, RAMP_SHARE = 20, 0.2
-#: what is measured of the workers fades by this factor with every cycle
+#: with every cycle, earlier measurements of the workers lose weight by this factor
 FADING = 0.9
-#: how much longer all wait each time, as long as nobody has made a step, and the longest wait: whoever makes a step in
-#: the end must not find all shards waiting elsewhere
+#: while no worker has made a step: by how much all wait longer each time, and the longest wait, so that the first
+#: worker that makes a step does not find all shards waiting elsewhere
 LULL_GROWTH = 4
 LULL_SECONDS_MAX = 1.0
-#: a worker's contribution may be so much later than that of the usual one
+#: a worker may take this many times longer for a contribution than the median worker
 ROOM = 1.1
-#: a shard is overdue after so many times what its cycle usually takes, and the longer the more often that was wrong
+#: a shard is overdue after this many times its usual cycle; the factor doubles each time that this was wrong
 PATIENCE = 4.0
-#: a cycle counts as at least so long when it is judged whether a shard is overdue
+#: shorter cycles count as this long when a shard is judged to be overdue
 CYCLE_SECONDS_MIN = 0.05
 
 
 class Projected(Message, frozen=True):
-    """Hub to all: the projected joint model's shard, and the rate of the pull towards it."""
+    """Hub to all: a shard of the projected joint model, and the rate of the pull towards it."""
 
     shard: int
     cycle: int
     alpha: float
-    #: what a step takes the usual worker; 0 if that is not known yet
+    #: how long a step takes the median worker; 0 if unknown
     step_seconds: float
     values: Tensor
-    #: how many mini-batches of the run count so far
+    #: how many mini-batches of the run count
     position: int = 0
-    #: how long to wait at least, while nobody makes a step
+    #: the shortest wait before a contribution while no worker makes a step
     lull_seconds: float = 0.0
 
 
@@ -130,33 +121,35 @@ class AreYouThere(Message, frozen=True):
 
 
 class Here(Message, frozen=True):
-    """Worker to hub: it is there, and takes part again."""
+    """Worker to hub: it is there and takes part again."""
 
 
 @dataclass(frozen=True)
 class Mpca(Options):
     """Workers never stop: shards of the joint model circulate, and every step pulls a worker towards them."""
 
-    phases: Literal[1, 2, 3] = option(3, "shards under way at a time: broadcast, reduced, prepared")
+    phases: Literal[1, 2, 3] = option(3, "how many shards are under way at a time: broadcast, reduced, prepared")
     alpha: float | Literal["auto"] = option(
         "auto",
-        "pull towards the projected joint model at every step; 'auto': so much that the steps of a cycle, as measured, "
-        "make a fifth of the way. The paper has 0.05, and 0.005 where a cycle is 100 steps",
+        "pull towards the projected joint model at every step; 'auto': the steps of a measured cycle together cover a "
+        "fifth of the distance. The paper uses 0.05, and 0.005 where a cycle has 100 steps",
     )
-    beta: float = option(0.9, "share of the joint model that a reduction replaces")
+    beta: float = option(0.9, "by which share a reduction replaces the joint model")
     gamma: float = option(0.7, "how many cycles ahead the joint model is projected")
-    delta: float = option(0.8, "how slowly the joint model's trajectory follows its changes")
+    delta: float = option(0.8, "how much of the joint model's velocity is kept from cycle to cycle")
     penalty: Literal["displace", "gradient"] = option(
-        "displace", "pull by moving the model before every gradient, or as a part of the gradient"
+        "displace", "pull by moving the model before every gradient, or as part of the gradient"
     )
-    weighted: bool = option(True, "weight a worker by the steps it made; otherwise all count alike")
-    shards: int | None = option(None, "pieces the model is cut into; none: as many as phases")
+    weighted: bool = option(True, "weight a worker by the steps it made; otherwise all workers count equally")
+    shards: int | None = option(None, "how many shards the model is cut into; by default the number of phases")
     exchange_share: float = option(
-        0.02, "how much of a worker's time its exchanges may take from training on the same processors"
+        0.02,
+        "how much of a worker's time its exchanges may take from training on the same processors. Raise it for more "
+        "frequent exchanges",
     )
-    alpha_start: float = option(0.5, "the first pull, from which a given alpha decays to its target")
+    alpha_start: float = option(0.5, "the initial pull, from which a given alpha decays to its target")
     free_steps: int | None = option(None, "steps without any pull at the beginning; none: 20, or 5 % of a short run")
-    settle_steps: int | None = option(
+    alpha_decay_steps: int | None = option(
         None, "steps in which alpha decays from alpha_start to its target; none: 200, or 20 % of a short run"
     )
     beta_cycles: int | None = option(
@@ -182,7 +175,7 @@ class Mpca(Options):
             raise UsageError(f"delta must be at least 0 and below 1, not {self.delta}")
         if not 0 <= self.gamma <= 10:
             raise UsageError(f"gamma must be within 0 and 10, not {self.gamma}: it counts cycles to look ahead")
-        for name in ("free_steps", "settle_steps", "beta_cycles", "gamma_cycles"):
+        for name in ("free_steps", "alpha_decay_steps", "beta_cycles", "gamma_cycles"):
             if (value := getattr(self, name)) is not None and value < 0:
                 raise UsageError(f"{name} cannot be negative: {value}")
         if not 0 < self.exchange_share <= 1:
@@ -200,43 +193,45 @@ class Mpca(Options):
             cls(penalty="gradient", weighted=False, alpha=0.02),
         )
 
-    def machine(self, seat: Seat) -> Machine:
-        return MpcaHub(seat, self) if seat.node.role == "hub" else MpcaWorker(seat, self)
+    def machine(self, context: NodeContext) -> Machine:
+        return MpcaHub(context, self) if context.node.role == "hub" else MpcaWorker(context, self)
 
-    def cut(self, seat: Seat) -> list[slice]:
+    def cut(self, context: NodeContext) -> list[slice]:
         """The shards of the parameters and, if there are any, the buffers."""
-        parts = shards(seat.parameter_count, self.shards if self.shards is not None else self.phases)
-        buffers = slice(seat.parameter_count, len(seat.weights))
+        parts = shards(context.parameter_count, self.shards if self.shards is not None else self.phases)
+        buffers = slice(context.parameter_count, len(context.weights))
         return [*parts, buffers] if buffers.start < buffers.stop else parts
 
     def alpha_at(self, step: int, steps: int, tau: float) -> float:
-        """The pull at a step of so many, where a cycle has `tau` steps.
+        """The pull at one of `steps` steps, if a cycle has `tau` steps.
 
-        0 at first. Then a given alpha decays from `alpha_start` to its target by a constant factor per step. The
-        automatic one makes, over the steps of a cycle, the share `PULL` of the way: 1 - (1 - alpha)^tau.
+        At first it is 0. Then a given alpha decays from `alpha_start` to its target by a constant factor per step. Over
+        the steps of a cycle, the automatic alpha covers the share `PULL` of the distance: 1 - (1 - alpha)^tau.
         """
         free = self.free_steps if self.free_steps is not None else min(FREE_STEPS, FREE_SHARE * steps)
-        settle = self.settle_steps if self.settle_steps is not None else min(SETTLE_STEPS, SETTLE_SHARE * steps)
-        settled = step - free
-        if settled < 0:
+        decay_steps: float | None = self.alpha_decay_steps
+        if decay_steps is None:
+            decay_steps = min(ALPHA_DECAY_STEPS, ALPHA_DECAY_SHARE * steps)
+        decayed = step - free
+        if decayed < 0:
             return 0.0
         if self.alpha == "auto":
             return float(1 - (1 - PULL) ** (1 / max(1.0, tau))) if tau else 0.0
-        if settled >= settle or self.alpha >= self.alpha_start:
+        if decayed >= decay_steps or self.alpha >= self.alpha_start:
             return self.alpha
-        return float(self.alpha_start * (self.alpha / self.alpha_start) ** (settled / settle))
+        return float(self.alpha_start * (self.alpha / self.alpha_start) ** (decayed / decay_steps))
 
     def beta_at(self, cycle: int, done: float) -> float:
-        """From 1 to the target by a constant factor per cycle; `done` is the share of the run that is made."""
+        """Falls from 1 to the target by a constant factor per cycle; `done` is the share of the run that is done."""
         return float(self.beta ** _ramp(cycle, self.beta_cycles, done))
 
     def gamma_at(self, cycle: int, done: float) -> float:
-        """From 0 to the target by as much per cycle."""
+        """Grows from 0 to the target by the same amount per cycle."""
         return self.gamma * _ramp(cycle, self.gamma_cycles, done)
 
 
 def _ramp(cycle: int, cycles: int | None, done: float) -> float:
-    """How far a schedule is on its way from 0 to 1."""
+    """How far a schedule is, between 0 and 1."""
     if cycles is not None:
         return min(1.0, cycle / cycles) if cycles else 1.0
     return min(1.0, max(cycle / RAMP_CYCLES, done / RAMP_SHARE))
@@ -249,7 +244,7 @@ class _Flight:
     shard: int
     since: float
     members: tuple[str, ...]
-    #: it took too long, and closes with what has come
+    #: it took too long and closes with the contributions that have arrived
     overdue: bool = False
 
 
@@ -272,64 +267,64 @@ class _Rhythm:
 
 
 class MpcaHub:
-    """Holds the joint model and leads its shards round their cycles."""
+    """Holds the joint model and drives the cycles of its shards."""
 
-    def __init__(self, seat: Seat, options: Mpca) -> None:
-        self.seat = seat
+    def __init__(self, context: NodeContext, options: Mpca) -> None:
+        self.context = context
         self.options = options
-        self.pace = Pace(seat, self._state)
+        self.progress = RunProgress(context, self._state)
         self.present: list[str] = []
-        #: of those present, who did not answer lately
+        #: present workers that do not answer
         self.silent: set[str] = set()
-        #: how often each was missing since its last contribution, and until when it is left out for that
+        #: how often each worker was missing since its last contribution, and until when it is left out
         self._misses: dict[str, int] = {}
         self._left_out: dict[str, float] = {}
-        self._cut = options.cut(seat)
+        self._cut = options.cut(context)
         self.ready = deque(range(len(self._cut)))
-        self._under_way: dict[str, _Flight] = {}
-        restored = seat.restored or {}
+        self._under_way: dict[Tag, _Flight] = {}
+        restored = context.restored or {}
         cycles = restored.get("cycles", [0])
-        #: a run that goes on with another number of shards goes on with the least of their cycles
+        #: a run that resumes with another number of shards resumes with the smallest of their cycles
         self.cycles: list[int] = list(cycles) if len(cycles) == len(self._cut) else [min(cycles)] * len(self._cut)
-        velocity = restored.get("velocity", torch.zeros_like(seat.weights))
+        velocity = restored.get("velocity", torch.zeros_like(context.weights))
         self._velocity = [velocity[part].clone() for part in self._cut]
         self._projected: list[Tensor] = []
-        #: of each shard: the steps of each worker in its reductions
+        #: for each shard: the steps of each worker in its reductions
         self._told: list[dict[str, int]] = [{} for _ in self._cut]
-        #: the steps of each worker that count: those in the reductions of every shard
+        #: for each worker: its steps that count, which are in the reductions of every shard
         self._counted: dict[str, int] = {}
-        #: of each shard: what a cycle usually takes, and the patience with it
+        #: for each shard: the usual duration of a cycle, and after how many times that it is overdue
         self._usual_seconds = [0.0] * len(self._cut)
         self._patience = [PATIENCE] * len(self._cut)
         self._rhythms: dict[str, _Rhythm] = {}
         self._measured_at = 0.0
-        #: how long all wait for the first step of anybody
+        #: how long all workers wait for the first step
         self._lull_seconds = 0.0
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        if self.pace.over:
+        if self.progress.over:
             return []
         match event:
             case Started(members=members):
-                self.present = [worker for worker in self.seat.workers if worker in members]
-                self.pace.begin(members)
-                self._projected = [self.seat.weights[part].clone() for part in self._cut]
+                self.present = [worker for worker in self.context.workers if worker in members]
+                self.progress.begin(members)
+                self._projected = [self.context.weights[part].clone() for part in self._cut]
                 self._measured_at = now
                 return self._launch(now)
             case Reduced(tag=tag) if tag in self._under_way:
                 return self._close(event, now)
-            case TimerFired(name=stream):
-                return self._give_up(stream)
+            case TimerFired(timer=timer):
+                return self._close_early(timer)
             case Received(sender=worker, message=Here()):
                 self.silent.discard(worker)
                 if (misses := self._misses.get(worker, 0)) > 1:
                     self._left_out[worker] = now + PATIENCE**misses * max(self._usual_seconds)
                 return self._launch(now)
             case Received(sender=worker, message=More() | Returned() as message):
-                return self.pace.deal(worker, message)
+                return self.progress.deal(worker, message)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
-                self.pace.join(peer)
+                self.progress.join(peer)
                 return self._launch(now)
             case PeerLost(peer=peer) if peer in self.present:
                 self.present.remove(peer)
@@ -338,13 +333,13 @@ class MpcaHub:
                     known.pop(peer, None)
                 for told in self._told:
                     told.pop(peer, None)
-                return self.pace.lose(peer)
+                return self.progress.lose(peer)
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                return self.progress.finish(reason)
         return []
 
     def _launch(self, now: float) -> list[Effect]:
-        """Send off the shards that are ready, as many as may be under way."""
+        """Start the cycles of as many ready shards as may be under way."""
         effects: list[Effect] = []
         answering = [worker for worker in self.present if worker not in self.silent]
         trusted = [worker for worker in answering if self._left_out.get(worker, now) <= now]
@@ -355,27 +350,27 @@ class MpcaHub:
             tag = tag_of(shard, cycle)
             self._under_way[tag] = _Flight(shard, now, members)
             alpha = self._alpha()
-            values, position = self._projected[shard], self.pace.position
+            values, position = self._projected[shard], self.progress.position
             projected = Projected(shard, cycle, alpha, self._step_seconds(), values, position, self._lull_seconds)
-            effects += [Broadcast(stream_of(tag), members, projected), Reduce(tag, members)]
+            effects += [Broadcast(tag.stream, members, projected), Reduce(tag, members)]
             if usual := self._usual_seconds[shard]:
                 waits = max(projected.step_seconds, projected.lull_seconds)
                 limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + waits
-                effects.append(SetTimer(stream_of(tag), limit))
+                effects.append(SetTimer(timer_of(shard), limit))
         return effects
 
     def _next(self) -> int | None:
-        """A shard that may be sent off: the buffers at once, another if there are fewer under way than phases."""
+        """A shard whose cycle may start: the buffers always, any other if fewer than `phases` are under way."""
         full = sum(not self._is_buffers(flight.shard) for flight in self._under_way.values()) == self.options.phases
         return next((shard for shard in self.ready if not full or self._is_buffers(shard)), None)
 
     def _is_buffers(self, shard: int) -> bool:
-        return bool(self._cut[shard].start == self.seat.parameter_count)
+        return bool(self._cut[shard].start == self.context.parameter_count)
 
-    def _give_up(self, stream: str) -> list[Effect]:
-        """Have a shard that is overdue closed with what has come."""
+    def _close_early(self, timer: Timer) -> list[Effect]:
+        """Close an overdue shard with the contributions that have arrived."""
         for tag, flight in self._under_way.items():
-            if stream_of(tag) == stream:
+            if timer_of(flight.shard) == timer:
                 flight.overdue = True
                 self._patience[flight.shard] *= 2
                 return [Reduce(tag, ("hub",))]
@@ -414,10 +409,10 @@ class MpcaHub:
         self.cycles[shard] += 1
         self.ready.append(shard)
         effects += self._count(now)
-        return effects if self.pace.over else effects + self._launch(now)
+        return effects if self.progress.over else effects + self._launch(now)
 
     def _ask_missing(self, flight: _Flight, contributors: tuple[str, ...]) -> list[Effect]:
-        """Leave out those that were missing in a reduction until they answer."""
+        """Leave the workers that were missing in a reduction out until they answer."""
         missing = [worker for worker in flight.members[1:] if worker in self.present and worker not in contributors]
         asked = [worker for worker in missing if worker not in self.silent]
         self.silent.update(asked)
@@ -425,14 +420,14 @@ class MpcaHub:
         return [Send(worker, AreYouThere()) for worker in asked]
 
     def _new_steps(self, shard: int, reduced: Reduced) -> list[int]:
-        """The steps of each contributor that are in a reduction of this shard for the first time."""
+        """The steps of each contributor that are new in this reduction of the shard."""
         told = self._told[shard]
         new = [steps - told.get(name, 0) for name, steps in zip(reduced.contributors, reduced.steps, strict=True)]
         told |= dict(zip(reduced.contributors, reduced.steps, strict=True))
         return new
 
     def _measure(self, shard: int, taus: dict[str, int], seconds: float, now: float) -> None:
-        """Follow how fast the workers step; once in a cycle, in which every shard has its turn."""
+        """Track how fast the workers step, once per cycle of all shards."""
         lull = 0.0 if any(taus.values()) else max(LULL_GROWTH * self._lull_seconds, seconds)
         self._lull_seconds = min(lull, LULL_SECONDS_MAX)
         if shard == 0:
@@ -442,38 +437,40 @@ class MpcaHub:
 
     def _alpha(self) -> float:
         taus = [rhythm.steps / rhythm.cycles for rhythm in self._rhythms.values()]
-        return self.options.alpha_at(self.pace.step, self.seat.schedule.steps, statistics.median(taus) if taus else 0.0)
+        return self.options.alpha_at(
+            self.progress.step, self.context.schedule.steps, statistics.median(taus) if taus else 0.0
+        )
 
     def _done(self) -> float:
-        """The share of the run that is made."""
-        return self.pace.step / self.seat.schedule.steps
+        """The share of the run that is done."""
+        return self.progress.step / self.context.schedule.steps
 
     def _step_seconds(self) -> float:
-        """What a step takes the usual worker, and somewhat more, so that it is never cut short."""
+        """How long a step takes the median worker, with some margin so that its steps are never cut short."""
         known = [rhythm.step_seconds for rhythm in self._rhythms.values()]
         usual = statistics.median_low(known) if known else math.inf
         return ROOM * usual if usual < math.inf else 0.0
 
     def _count(self, now: float) -> list[Effect]:
-        """A gradient counts once every shard has been reduced after it."""
+        """Count the gradients after which every shard has been reduced."""
         gradients = 0
         for worker in self.present:
             new = min(told.get(worker, 0) for told in self._told) - self._counted.get(worker, 0)
             if new:
                 self._counted[worker] = self._counted.get(worker, 0) + new
-                self.pace.ledger.count(worker, new)
+                self.progress.ledger.count(worker, new)
                 gradients += new
-        return self.pace.advance(gradients, max(1, len(self.present)), now) if gradients else []
+        return self.progress.advance(gradients, max(1, len(self.present)), now) if gradients else []
 
     def _prepare(self, shard: int, mean: Tensor) -> Tensor:
-        """The joint shard after a reduction; its projection is kept for the next broadcast."""
+        """The joint shard after a reduction (equations 8 and 4); stores its projection (5) for the next broadcast."""
         options, cycle, part = self.options, self.cycles[shard], self._cut[shard]
-        joint = self.seat.weights[part]
+        joint = self.context.weights[part]
         change = (mean - joint).mul_(options.beta_at(cycle, self._done()))
         velocity = self._velocity[shard].mul_(options.delta).add_(change, alpha=1 - options.delta)
         moved = change.add_(joint)
         gamma = 0.0 if self._is_buffers(shard) else options.gamma_at(cycle, self._done())
-        projected = self.seat.empty(len(moved), dtype=moved.dtype)
+        projected = self.context.empty(len(moved), dtype=moved.dtype)
         self._projected[shard] = torch.add(moved, velocity, alpha=gamma, out=projected)
         return moved
 
@@ -489,31 +486,31 @@ class MpcaHub:
             raise InvariantBroken(f"not every shard is in one place: {places}")
         if len(set(self.present)) != len(self.present):
             raise InvariantBroken(f"a worker is present twice: {self.present}")
-        self.pace.ledger.check()
+        self.progress.ledger.check()
 
 
 class MpcaWorker:
-    """Steps without end, pulled towards the shards it was last given."""
+    """Steps continuously, pulled towards the shards that it received last."""
 
-    def __init__(self, seat: Seat, options: Mpca) -> None:
-        self.seat = seat
+    def __init__(self, context: NodeContext, options: Mpca) -> None:
+        self.context = context
         self.options = options
         self.running = False
-        self.portion = Portion(seat, lambda more: [Send("hub", more)])
+        self.portion = Portion(context, lambda more: [Send("hub", more)])
         self.alpha = 0.0
-        self._cut = options.cut(seat)
+        self._cut = options.cut(context)
         self._targets: list[Tensor | None] = [None] * len(self._cut)
-        #: of each shard: the last cycle, when it was contributed last, and the steps since then
+        #: for each shard: the last cycle, the time of the last contribution, and the steps since then
         self._cycles: list[int | None] = [None] * len(self._cut)
         self._given_at = [0.0] * len(self._cut)
         self.taus = [0] * len(self._cut)
-        #: how many steps it takes for the next contribution
+        #: how many steps a contribution needs
         self.least = 1
         self.steps = 0
         self._contributions = 0
         self._compute_seconds = 0.0
         self._exchange_seconds = 0.0
-        #: reductions that wait for a step, by their shard
+        #: reductions to which the worker has not contributed yet, by shard
         self._awaited: dict[int, Reduce] = {}
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -525,30 +522,30 @@ class MpcaWorker:
             case GradientReady(gradient=gradient):
                 self._count(event)
                 tilted = self._tilted(gradient) if self.options.penalty == "gradient" else None
-                compute = self._compute()  # says whether anything is left to train on
+                compute = self._compute()  # first, since it shows whether anything is left to train on
                 contributions = [self._contribute(shard, now) for shard in sorted(self._awaited) if self._is_due(shard)]
                 return [Step(tilted), *contributions, *([] if tilted is not None else self._displace()), *compute]
             case Received(message=Lease() as lease):
                 return self.portion.take(lease)
             case Received(message=Recall()):
                 return [Send("hub", self.portion.give())]
-            case TimerFired(name=stream):
-                late = [shard for shard, reduction in self._awaited.items() if stream_of(reduction.tag) == stream]
+            case TimerFired(timer=timer):
+                late = [shard for shard in self._awaited if timer_of(shard) == timer]
                 return [self._contribute(shard, now) for shard in late]
             case Received(message=AreYouThere()):
                 return [Send("hub", Here())]
         return []
 
     def _start(self, now: float) -> list[Effect]:
-        """Begin at once with the model that all begin with, unless the others have begun long ago."""
+        """Begin at once with the model that all workers begin with, unless this worker joins later."""
         self._given_at = [now] * len(self._cut)
-        if self.seat.joins_late:
+        if self.context.joins_late:
             return []
         self.running = True
         return self._compute()
 
     def _compute(self) -> list[Effect]:
-        return self.portion.compute("flat" if self.options.penalty == "gradient" else "step")
+        return self.portion.compute("dense" if self.options.penalty == "gradient" else "none")
 
     def _take(self, projected: Projected, members: tuple[str, ...], now: float) -> list[Effect]:
         shard, last = projected.shard, self._cycles[projected.shard]
@@ -558,12 +555,12 @@ class MpcaWorker:
         self.portion.position = max(self.portion.position, projected.position)
         part, tag = self._cut[shard], tag_of(shard, projected.cycle)
         self._awaited[shard] = Reduce(tag, members, snapshot(part.start, part.stop))
-        if last is not None and projected.cycle > last + 1:  # the others went on without it
+        if last is not None and projected.cycle > last + 1:  # the others continued without this worker
             self.taus[shard] = min(self.taus[shard], self.least)
         left = self._given_at[shard] + max(self.least * projected.step_seconds, projected.lull_seconds) - now
-        # before it has begun it contributes a shard at once, but the same shard a second time only in its turn
+        # a worker that has not begun contributes each shard at once, but a second time only when it is due
         if (self.running or last is not None) and not self._is_due(shard) and left > 0:
-            effects: list[Effect] = [SetTimer(stream_of(tag), left)]
+            effects: list[Effect] = [SetTimer(timer_of(shard), left)]
         else:
             effects = [self._contribute(shard, now)]
         targets = [target for target in self._targets if target is not None]
@@ -583,11 +580,11 @@ class MpcaWorker:
             self.least = max(1, math.ceil(cycle / allowed))
 
     def _is_due(self, shard: int) -> bool:
-        """It has made enough steps for a contribution, or all that it can make."""
+        """The worker has made enough steps for a contribution, or all that it can make."""
         return self.taus[shard] >= (1 if self.portion.idle else self.least)
 
     def _contribute(self, shard: int, now: float) -> Reduce:
-        """The awaited contribution of a shard, with the steps that it has."""
+        """Contribute to the pending reduction of a shard."""
         reduction, tau = self._awaited.pop(shard), self.taus[shard]
         self.taus[shard], self._given_at[shard] = 0, now
         self._contributions += 1
@@ -605,11 +602,11 @@ class MpcaWorker:
         ]
 
     def _tilted(self, gradient: Tensor) -> Tensor:
-        """Equation 6: the gradient with that of the penalty."""
+        """Equation 6: the gradient plus that of the penalty."""
         tilted = gradient.clone()
         for target, part in zip(self._targets, self._cut, strict=True):
             if self.alpha and target is not None and part.stop <= len(gradient):
-                tilted[part].add_(self.seat.weights[part] - target, alpha=self.alpha)
+                tilted[part].add_(self.context.weights[part] - target, alpha=self.alpha)
         return tilted
 
     def check(self) -> None:
@@ -617,6 +614,11 @@ class MpcaWorker:
             raise InvariantBroken(f"contributions of shards {sorted(self._awaited)} are held back")
 
 
-def tag_of(shard: int, cycle: int) -> str:
-    """The name of a reduction."""
-    return f"shard {shard} {cycle}"
+def tag_of(shard: int, cycle: int) -> Tag:
+    """The reduction of a shard in a cycle."""
+    return Tag(Stream("shard", shard), cycle)
+
+
+def timer_of(shard: int) -> Timer:
+    """The timer of a shard: at the hub until it is overdue, at a worker until it contributes."""
+    return Timer("shard", (shard,))

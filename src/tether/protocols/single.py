@@ -1,15 +1,17 @@
-"""One learner: the baseline that everything is compared with.
+"""One worker: the baseline for every comparison.
 
-Rules: take a gradient, step, and so on. Invariant: never more steps than scheduled.
+Rule: compute a gradient, step, repeat. Invariant: never more steps than scheduled.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tether.core.effects import Effect, Step
+from tether.core.events import Event, GradientReady, Started, StopRequested
+from tether.core.machine import Machine, Node, NodeContext
 from tether.errors import InvariantBroken, UsageError
-from tether.machine import Effect, Event, GradientReady, Machine, Node, Seat, Started, Step, StopRequested
-from tether.protocols.base import Options, Pace
+from tether.protocols.base import Options, RunProgress
 from tether.protocols.ledger import Lease, More, Portion
 
 
@@ -18,49 +20,49 @@ class Single(Options):
     """Ordinary training in one place."""
 
     name = "single"
-    summary = "one learner, no exchange: the baseline"
-    joint = "worker-0"
+    summary = "one worker, no exchange: the baseline"
+    hub = "worker-0"
     workers_max = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.compress != "none":
-            raise UsageError(f"single sends nothing, so compress={self.compress!r} would do nothing: leave it out")
+            raise UsageError(f"single sends nothing, so compress={self.compress!r} would do nothing: remove it")
 
     def nodes(self, workers: int) -> tuple[Node, ...]:
         return (Node("worker-0", "worker", computes=True),)
 
-    def machine(self, seat: Seat) -> Machine:
-        return Alone(seat)
+    def machine(self, context: NodeContext) -> Machine:
+        return Alone(context)
 
 
 class Alone:
     """The only node: it deals to itself."""
 
-    def __init__(self, seat: Seat) -> None:
-        self.name = seat.node.name
-        self.pace = Pace(seat)
-        self.portion = Portion(seat, self._deal)
+    def __init__(self, context: NodeContext) -> None:
+        self.name = context.node.name
+        self.progress = RunProgress(context)
+        self.portion = Portion(context, self._deal)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        if self.pace.over:
+        if self.progress.over:
             return []
         match event:
             case Started():
                 return self.portion.compute()
             case GradientReady():
-                self.pace.ledger.count(self.name, 1)
-                effects = [Step(), *self.pace.advance(1, 1, now)]
-                return effects if self.pace.over else [*effects, *self.portion.compute()]
+                self.progress.ledger.count(self.name, 1)
+                effects = [Step(), *self.progress.advance(1, 1, now)]
+                return effects if self.progress.over else [*effects, *self.portion.compute()]
             case StopRequested(reason=reason):
-                return self.pace.finish(reason)
+                return self.progress.finish(reason)
         return []
 
     def _deal(self, more: More) -> list[Effect]:
-        batches = self.pace.ledger.deal(self.name, more.wanted)
-        return self.portion.take(Lease(batches, self.pace.position)) if batches else []
+        batches = self.progress.ledger.deal(self.name, more.wanted)
+        return self.portion.take(Lease(batches, self.progress.position)) if batches else []
 
     def check(self) -> None:
-        self.pace.ledger.check()
-        if self.pace.step > self.pace.schedule.steps:
-            raise InvariantBroken(f"{self.pace.step} steps made, {self.pace.schedule.steps} scheduled")
+        self.progress.ledger.check()
+        if self.progress.step > self.progress.schedule.steps:
+            raise InvariantBroken(f"{self.progress.step} steps made, {self.progress.schedule.steps} scheduled")

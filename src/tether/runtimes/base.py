@@ -1,7 +1,8 @@
-"""What a run hands to a runtime, and what it gets back."""
+"""The interface of runtimes: what a run passes to a runtime, and what it gets back."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any, Protocol
@@ -9,41 +10,42 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
-from tether.machine import Checkpoint, Evaluate, Machine, Message, Node, Replica, Row
-from tether.runtimes.interpreter import Recorder
-from tether.trace import Meter, Span
-from tether.vector import Empty, Shared
+from tether.core.effects import Checkpoint, Evaluate
+from tether.core.machine import Machine, Node, Recorder, Replica
+from tether.core.message import Message, Row
+from tether.core.trace import Meter, Span
+from tether.core.vector import Empty, Shared
 
 
 class Plan(Protocol):
-    """Who takes part in a run and how each is built. A runtime may build nodes in other processes."""
+    """The nodes of a run and how each is built. A runtime may build nodes in other processes."""
 
     nodes: tuple[Node, ...]
     seed: int
     vector_bytes: int
     traced: bool
     record: bool
-    #: the joint node is asked to stop after so long
+    #: the hub is asked to stop after this time
     seconds: float | None
 
     @property
-    def joint(self) -> str:
-        """The node that holds the joint model, or "" if none is special."""
+    def hub(self) -> str:
+        """The node that holds the joint model, or "" if there is none."""
         ...
 
     @property
     def vital(self) -> frozenset[str]:
-        """The nodes that the run cannot go on without: those that hold the joint model, each perhaps a part of it."""
+        """The nodes that the run cannot lose: those that hold the joint model or a part of it."""
         ...
 
     @property
     def messages(self) -> tuple[type[Message], ...]:
-        """What nodes say to each other."""
+        """The messages that nodes send to each other."""
         ...
 
     @property
     def compress(self) -> str:
-        """The code of what nodes send, or "none"."""
+        """How nodes compress what they send, or "none"."""
         ...
 
     @property
@@ -53,7 +55,7 @@ class Plan(Protocol):
 
     @property
     def pool_threads(self) -> int:
-        """How many threads a node of its own process may use for loose work."""
+        """How many threads a node's process may use for unordered effects."""
         ...
 
     @property
@@ -63,7 +65,7 @@ class Plan(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Nodes exchange values by broadcasts and reductions only."""
+        """Nodes exchange values only by broadcasts and reductions."""
         ...
 
     def build(
@@ -75,57 +77,57 @@ class Plan(Protocol):
     ) -> tuple[Machine, Replica]:
         """The machine and the replica of one node.
 
-        `empty` makes the tensors that it may send; its vector is `shared`, if there is such a thing; `device` computes
-        its gradients, if it has one.
+        `empty` allocates the tensors that it may send. `shared` is its vector, if all nodes share one. `device`
+        computes its gradients, if it has one.
         """
         ...
 
     @property
     def source(self) -> Any:
-        """What brings each worker a part of the data of its own; None if all read the same."""
+        """Brings each worker its own part of the data; None if all workers read the same data."""
         ...
 
     @property
     def random_seed(self) -> int:
-        """What draws begin with: another number for every part of a run, so that none is made twice."""
+        """The seed of this part of the run. Every part has another one, so that no random draw repeats."""
         ...
 
     def state_of(self, node: Node) -> dict[str, Any]:
-        """What an earlier part of the run has left for a node: a state for `Replica.restore`.
+        """The state that an earlier part of the run saved for a node, for `Replica.restore`.
 
-        With `random` in it, that of the generators of its process. A plan has it where it was made, and nowhere else.
+        Its entry `random` is the state of the process's random generators. Only the process that made the plan has it.
         """
         ...
 
     def bring(self, data: Any) -> None:
-        """Give the node of this process its own part of the data, before it is built."""
+        """Give this process's node its own part of the data, before the node is built."""
         ...
 
     def log(self, name: str) -> IO[bytes] | None:
-        """A file for what a process prints."""
+        """A file for the output of a process."""
         ...
 
     def recorder(self, node: Node, replica: Replica) -> Recorder | None:
-        """Where the node's events are written, if they are."""
+        """Writes the node's events, if the run is recorded."""
         ...
 
 
 @dataclass(frozen=True)
 class NodeStates:
-    """What nodes have besides their vectors, for a checkpoint."""
+    """The states of nodes besides their vectors, for a checkpoint."""
 
-    #: of the node that holds the joint model, if it computes no gradients
+    #: the state of the hub, if it computes no gradients
     hub: dict[str, Any]
-    #: of those that do, by their index: what `Replica.state` gives, and `random` of the generators of its process. None
-    #: if they were not asked this time
+    #: the states of the workers by index: the result of `Replica.state`, and `random`, the state of the process's
+    #: random generators. None if the workers were not asked this time
     workers: dict[int, dict[str, Any]] | None
 
 
 class Observer(Protocol):
-    """The run, as the runtime tells it what happens. Times are seconds since the run began."""
+    """Receives what happens in a run. Times are seconds since the run began."""
 
     def meter(self, meter: Meter, now: float) -> None:
-        """The figures of a node so far."""
+        """The current figures of a node."""
         ...
 
     def record(self, node: str, values: Row, now: float) -> None:
@@ -133,7 +135,7 @@ class Observer(Protocol):
         ...
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None:
-        """The joint model at a moment."""
+        """The joint model is to be evaluated."""
         ...
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None:
@@ -141,20 +143,43 @@ class Observer(Protocol):
         ...
 
     def observed(self) -> Sequence[dict[str, float]]:
-        """What every evaluation of the joint model has found so far, in order, earlier parts of the run included."""
+        """The metrics of all evaluations so far, in order, including earlier parts of the run."""
         ...
 
     def note(self, text: str) -> None:
-        """Something a person should know: a worker died."""
+        """Something a person should know, such as the death of a worker."""
         ...
 
     def stop_requested(self) -> str | None:
-        """Why the run shall end early, if it shall."""
+        """The reason to end the run early, if there is one."""
         ...
 
     def seconds_left(self) -> float:
-        """How long the run may still take to end: without limit unless somebody waits for that."""
+        """How long the run may still take to end; infinite unless it was interrupted."""
         ...
+
+
+class NullObserver:
+    """An observer that ignores everything."""
+
+    def meter(self, meter: Meter, now: float) -> None: ...
+
+    def record(self, node: str, values: Row, now: float) -> None: ...
+
+    def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None: ...
+
+    def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None: ...
+
+    def observed(self) -> Sequence[dict[str, float]]:
+        return ()
+
+    def note(self, text: str) -> None: ...
+
+    def stop_requested(self) -> str | None:
+        return None
+
+    def seconds_left(self) -> float:
+        return math.inf
 
 
 @dataclass
@@ -166,7 +191,7 @@ class Outcome:
     reason: str
     meters: dict[str, Meter] = field(default_factory=dict)
     spans: dict[str, list[Span]] = field(default_factory=dict)
-    #: who died on the way
+    #: the nodes that died
     lost: frozenset[str] = frozenset()
     events: int = 0
 
@@ -186,21 +211,21 @@ class Runtime(Protocol):
 
     @property
     def virtual(self) -> bool:
-        """Time is virtual: it stands still while something else is done."""
+        """Time is virtual: it does not pass while the caller works."""
         ...
 
     @property
     def restarts(self) -> int:
-        """How often a run that has lost its hub or all its workers goes on by itself."""
+        """How often a run that has lost its hub or all its workers restarts by itself."""
         ...
 
     @property
     def processors(self) -> int | None:
-        """How many processors all nodes share; None where each has its own."""
+        """How many processors all nodes share; None if each node has its own."""
         ...
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
-        """Run all nodes until the joint node has finished, or the first where none is special."""
+        """Run all nodes until the hub has finished or, without a hub, the first node."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -17,46 +17,36 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tether.compress import Compressor, Packed, Stream, unpack
-from tether.errors import NodesLost, UsageError, WireError
-from tether.machine import (
+from tether.core import compress
+from tether.core.compress import Compressor, Packed, unpack
+from tether.core.effects import (
     Add,
     Blend,
     Broadcast,
-    Broadcasted,
     CancelTimer,
     Checkpoint,
     Compute,
     Effect,
     Evaluate,
-    Event,
     Fail,
     Finish,
-    GradientReady,
     Install,
-    Machine,
-    Message,
-    PeerLost,
-    Received,
     Record,
     Reduce,
-    Reduced,
-    Replica,
-    ReplicaState,
-    Row,
     Send,
     SetTimer,
-    Snapshot,
-    StateSnapshot,
     Step,
-    change,
-    stream_of,
-    tensors_of,
 )
-from tether.runtimes.collectives import Collectives, Down, Exchange, Up
-from tether.trace import Meter, RowLimit, Tracer
-from tether.vector import Empty
-from tether.wire import pack_tree, payload_bytes, unpack_tree
+from tether.core.events import Broadcasted, Event, GradientReady, PeerLost, Received, Reduced
+from tether.core.machine import Machine, Recorder, Replica
+from tether.core.message import Message, ReplicaState, Row, Tag, Timer, tensors_of
+from tether.core.snapshot import Snapshot, StateSnapshot
+from tether.core.trace import Meter, RowLimit, Tracer
+from tether.core.vector import Empty
+from tether.core.wire import pack_tree, payload_bytes, unpack_tree
+from tether.errors import NodesLost, UsageError, WireError
+from tether.runtimes.collectives import CollectiveMessage, Collectives
+from tether.runtimes.tree import TreeCollectives
 
 T = TypeVar("T")
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -65,9 +55,9 @@ _Struct = TypeVar("_Struct", bound=msgspec.Struct)
 class Host(Protocol):
     """What a runtime supplies to one node."""
 
-    #: what a byte of this run's vector stands for, where another model is priced
+    #: how many bytes a byte of this run's vector stands for, if another model's size is simulated
     bytes_scale: float
-    #: time stands still while something else is done, so that what takes real time costs nothing
+    #: time is virtual: work that takes real time costs nothing
     virtual: bool
 
     def now(self) -> float:
@@ -75,44 +65,40 @@ class Host(Protocol):
         ...
 
     def send(self, to: str, message: Message) -> None:
-        """Carry a message; never blocks."""
+        """Send a message; never blocks."""
         ...
 
     def compute(self, effect: Compute) -> None:
         """Begin a gradient; a `GradientReady` follows."""
         ...
 
-    def beside(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
-        """Do the work now or beside what follows, and hand its result on as if an event had brought it."""
+    def run_unordered(self, work: Callable[[], T], then: Callable[[T], Any]) -> None:
+        """Do the work now or concurrently with later events, and pass its result to `then` under the node's lock."""
         ...
 
-    def settle(self) -> None:
-        """Wait until all work that was put beside is done."""
+    def drain(self) -> None:
+        """Wait until all unordered work is done."""
         ...
 
-    def set_timer(self, name: str, seconds: float | None) -> None:
-        """Set, move or (None) cancel a timer; a `TimerFired` follows."""
+    def set_timer(self, timer: Timer, seconds: float | None) -> None:
+        """Set, move or, with None, cancel a timer. `TimerFired` follows."""
         ...
 
     def record(self, values: Row) -> None:
-        """Take a row of metrics."""
+        """Add a row to the run's metrics."""
         ...
 
     def evaluate(self, effect: Evaluate, weights: Tensor) -> None:
-        """Have these weights evaluated."""
+        """Evaluate these weights."""
         ...
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
-        """Have this state saved."""
+        """Save this state."""
         ...
 
     def finish(self, reason: str, weights: Tensor) -> None:
-        """This node is done, with these weights."""
+        """The node is done and ends with these weights."""
         ...
-
-
-#: told of every event given to a machine, when, and the effects it returned
-Recorder = Callable[[Event, float, list[Effect]], None]
 
 
 class Interpreter:
@@ -130,9 +116,9 @@ class Interpreter:
         checked: bool = False,
         compress: str = "none",
         empty: Empty = torch.empty,
-        collectives: Callable[..., Exchange] = Collectives,
+        collectives: Callable[..., Collectives] = TreeCollectives,
     ) -> None:
-        """`empty` makes the tensors that the node sends; `collectives` carry out broadcasts and reductions."""
+        """`empty` allocates the tensors that the node sends; `collectives` carry out broadcasts and reductions."""
         self.node = node
         self.machine = machine
         self.replica = replica
@@ -142,7 +128,7 @@ class Interpreter:
         self.finished = False
         self._rows = RowLimit()
         self._empty = empty
-        self.collectives: Exchange = collectives(
+        self.collectives: Collectives = collectives(
             node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty, self._outgoing
         )
         self._recorder = recorder
@@ -153,12 +139,12 @@ class Interpreter:
         self._lost: set[str] = set()
         self._computing = False
         self._idle_since: float | None = None
-        self._reducing: dict[str, float] = {}
-        #: copies taken since the weights last changed: equal snapshots share one
+        self._reducing: dict[Tag, float] = {}
+        #: copies taken since the last change of the weights: equal snapshots share one
         self._snapshots: dict[tuple[int, int | None], Tensor] = {}
 
     def feed(self, event: Event) -> None:
-        """Take in one event, and whatever follows from it at once."""
+        """Handle one event and all events that follow from it at once."""
         queue = deque([event])
         while queue:
             self._take(queue.popleft(), queue)
@@ -178,7 +164,7 @@ class Interpreter:
                         self.meter.messages_refused += 1
                         return
                     event = Received(sender, message)
-                if isinstance(message, self.collectives.messages):
+                if isinstance(message, CollectiveMessage):
                     queue.extend(self.collectives.receive(message))
                     return
             case PeerLost(peer=peer):
@@ -187,7 +173,7 @@ class Interpreter:
                     self._compressor.forget(peer)
                 queue.extend(self.collectives.lost(peer))
             case GradientReady(loss=loss, samples=samples, seconds=seconds):
-                self.meter.took_gradient(loss, samples, seconds)
+                self.meter.count_gradient(loss, samples, seconds)
                 self.meter.gradients_skipped = self.replica.skipped
                 self.meter.gradients_refused = self.replica.refused
                 if not self.host.virtual:
@@ -197,8 +183,8 @@ class Interpreter:
             case Reduced(tag=tag):
                 self.tracer.span("collective", f"reduction of {tag}", self._reducing.pop(tag), now)
             case Broadcasted(stream=stream):
-                # a member's share in a reduction ends, as far as it can see, with the broadcast that answers it
-                for tag in [tag for tag in self._reducing if stream_of(tag) == stream]:
+                # for a member, a reduction ends with the broadcast that answers it
+                for tag in [tag for tag in self._reducing if tag.stream == stream]:
                     self.tracer.span("collective", f"reduction of {tag}", self._reducing.pop(tag), now)
         effects = self.machine.handle(event, now)
         if self._recorder is not None:
@@ -216,28 +202,28 @@ class Interpreter:
         match effect:
             case Compute():
                 if self._recorder is not None:
-                    effect = msgspec.structs.replace(effect, wanted="flat")  # a record holds whole gradients
+                    effect = msgspec.structs.replace(effect, form="dense")  # a record holds whole gradients
                 if self._idle_since is not None:
                     self.meter.wait_seconds += now - self._idle_since
                     self.tracer.span("compute", "wait", self._idle_since, now)
                     self._idle_since = None
                 self._computing = True
                 self.host.compute(effect)
-            case Add(loose=True) | Blend(loose=True):
-                self.host.beside(partial(change, self.replica, effect), bool)
+            case Add(unordered=True) | Blend(unordered=True):
+                self.host.run_unordered(partial(change_weights, self.replica, effect), bool)
             case Step() | Blend():
                 start = self.host.now()
-                change(self.replica, effect)
+                change_weights(self.replica, effect)
                 stop = self.host.now()
                 self.meter.compute_seconds += stop - start
                 self.tracer.span("compute", "step" if isinstance(effect, Step) else "pull", start, stop)
                 self._snapshots.clear()
             case Install() | Add():
-                change(self.replica, effect)
+                change_weights(self.replica, effect)
                 self._snapshots.clear()
             case Send(to=to, message=message):
-                if _is_loose(message):
-                    self.host.beside(partial(self._resolve, message, {}), partial(self._send, to))
+                if _is_unordered(message):
+                    self.host.run_unordered(partial(self._resolve, message, {}), partial(self._send, to))
                 else:
                     self._send(to, self._resolve(message, self._snapshots))
             case Reduce(tag=tag):
@@ -245,27 +231,27 @@ class Interpreter:
                 return self.collectives.reduce(self._resolve(effect, self._snapshots))
             case Broadcast(stream=stream, members=members, message=message):
                 self.collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))
-            case SetTimer(name=name, seconds=seconds):
-                self.host.set_timer(name, seconds)
-            case CancelTimer(name=name):
-                self.host.set_timer(name, None)
+            case SetTimer(timer=timer, seconds=seconds):
+                self.host.set_timer(timer, seconds)
+            case CancelTimer(timer=timer):
+                self.host.set_timer(timer, None)
             case Record(values=values, staleness=staleness):
-                self.meter.applied(staleness)
-                if values and (row := self._rows.take(values, now)):
+                self.meter.count_staleness(staleness)
+                if values and (row := self._rows.admit(values, now)):
                     self.host.record(row)
             case Evaluate():
-                self.host.settle()
+                self.host.drain()
                 self.host.evaluate(effect, self._copy_of_weights())
             case Checkpoint(parts=parts):
-                self.host.settle()
+                self.host.drain()
                 others = [unpack_tree(part.values, part.tensors) for part in parts]
                 self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state(others))
             case Fail(reason=reason, lost=lost):
                 raise NodesLost(reason) if lost else UsageError(reason)
             case Finish(reason=reason):
                 self.finished = True
-                self.host.settle()
-                if row := self._rows.rest():
+                self.host.drain()
+                if row := self._rows.flush():
                     self.host.record(row)
                 self.host.finish(reason, self._copy_of_weights())
         return []
@@ -274,7 +260,7 @@ class Interpreter:
         return Snapshot(0, None).take(self.replica.weights, self._empty)
 
     def _resolve(self, struct: _Struct, known: dict[tuple[int, int | None], Tensor]) -> _Struct:
-        """The message with its snapshots taken, those that are `known` not again."""
+        """The message with tensors in place of its snapshots; `known` holds the copies that exist already."""
         taken: dict[str, Any] = {}
         for name in struct.__struct_fields__:
             value = getattr(struct, name)
@@ -296,7 +282,7 @@ class Interpreter:
             self.host.send(to, self._outgoing(to, message))
 
     def _outgoing(self, to: str, message: Message) -> Message:
-        """The message as it travels, counted as sent."""
+        """The message as it travels; counts it as sent."""
         if self._compressor is not None:
             message = self._pack(self._compressor, to, message)
         self.meter.bytes_sent += round(message_bytes(message) * self.host.bytes_scale)
@@ -304,13 +290,10 @@ class Interpreter:
         return message
 
     def _pack(self, compressor: Compressor, to: str, message: Message) -> Message:
-        match message:
-            case Up(tag=tag, part=part):
-                stream = Stream("", f"reductions of {stream_of(tag)} {part}")
-            case Down(stream=name, part=part):
-                stream = Stream("", f"broadcasts of {name} {part}")
-            case _:
-                stream = Stream(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
+        if isinstance(message, CollectiveMessage):
+            stream = compress.Stream("", message.lane)
+        else:
+            stream = compress.Stream(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
         packed = compressor.pack(stream, message)
         self.meter.bytes_saved = round((compressor.raw_bytes - compressor.packed_bytes) * self.host.bytes_scale)
         self.meter.squared_error = compressor.squared_error
@@ -318,11 +301,27 @@ class Interpreter:
         return packed
 
 
-def _is_loose(message: Message) -> bool:
+def change_weights(replica: Replica, effect: Effect) -> bool:
+    """Perform an effect if it changes the node's own vector; True if it does."""
+    match effect:
+        case Step(gradient=gradient, rate=rate, touched=touched, position=position, staleness=staleness):
+            replica.step(gradient, rate, touched, position, staleness)
+        case Install(values=values, start=start):
+            replica.weights[start : start + len(values)].copy_(values)
+        case Add(values=values, rate=rate, start=start):
+            replica.weights[start : start + len(values)].add_(values, alpha=rate)
+        case Blend(values=values, rate=rate, start=start):
+            replica.weights[start : start + len(values)].lerp_(values, rate)
+        case _:
+            return False
+    return True
+
+
+def _is_unordered(message: Message) -> bool:
     values = (getattr(message, name) for name in message.__struct_fields__)
-    return any(isinstance(value, Snapshot) and value.loose for value in values)
+    return any(isinstance(value, Snapshot) and value.unordered for value in values)
 
 
 def message_bytes(message: Message) -> int:
-    """The weight of the tensors in a message."""
+    """The size of the tensors in a message."""
     return payload_bytes(tensors_of(message))

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-import signal
-import sys
-from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from tether.errors import RunError
-from tether.machine import Node
 from tether.runtimes.base import Observer, Outcome, Plan
-from tether.runtimes.driver import Came, Died, Driver, check_processes
-from tether.runtimes.launch import Nursery
-from tether.runtimes.liveness import START_SECONDS
-from tether.runtimes.memory import Region, create
-from tether.runtimes.process import SHARED, TOLD, Birth, birth_certificate
+from tether.runtimes.process.driver import Driver, check_processes
+from tether.runtimes.process.local_launcher import LocalLauncher
+from tether.runtimes.process.memory import Region, create_region
+from tether.runtimes.process.spec import SHARED_VECTOR, NodeSpec
 
 
 @dataclass(frozen=True)
@@ -28,10 +23,10 @@ class Local:
     workers: int = 2
     #: intra-operation threads of torch in each process
     threads: int = 1
-    #: how often a run that has lost its hub or all its workers goes on by itself, from its last backup
+    #: how often a run that has lost its hub or all its workers resumes by itself, from its last checkpoint
     restarts: int = 3
-    #: a process that has not responded or made progress for so long is killed; slow steps may take five times as long
-    #: as the longest so far
+    #: a process that has not responded or made progress for this long is killed; a step may take five times as long as
+    #: the longest so far if that is more
     hung_seconds: float = 60.0
 
     name = "local"
@@ -49,9 +44,9 @@ class Local:
         with ExitStack() as at_the_end:
             at_the_end.callback(driver.close)
             if plan.shares:  # the vector of all nodes, which outlives each of them
-                shared = _share(driver.directory, plan.vector_bytes)
+                shared = _create_shared_vector(driver.directory, plan.vector_bytes)
                 at_the_end.callback(lambda: shared.close_descriptor())
-            return driver.run([(Children(Birth(plan, driver.directory, self.threads)), list(plan.nodes))])
+            return driver.run([(LocalLauncher(NodeSpec(plan, driver.directory, self.threads)), list(plan.nodes))])
 
     def describe(self) -> dict[str, Any]:
         return {
@@ -62,59 +57,9 @@ class Local:
         }
 
 
-class Children:
-    """A crew of processes on this machine, forked from a nursery."""
-
-    def __init__(self, birth: Birth) -> None:
-        self._birth = birth
-        self._logs: dict[str, IO[bytes] | None] = {}
-        self._nursery = Nursery(self._log("nursery"))
-        self._names: dict[int, str] = {}
-
-    def start(self, nodes: Iterable[Node]) -> None:
-        for node in nodes:
-            pid = self._nursery.bear(
-                birth_certificate(self._birth, node, list(sys.path)), self._log(node.name), START_SECONDS
-            )
-            self._names[pid] = node.name
-
-    def fileno(self) -> int:
-        return self._nursery.fileno()
-
-    def news(self) -> list[Came | Died]:
-        # one whose status is unknown may have told its error
-        return [Died(self._names[pid], _how(status), status in (TOLD, None)) for pid, status in self._nursery.deaths()]
-
-    def end(self, name: str) -> None:
-        for pid, other in self._names.items():
-            if other == name:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-
-    def output(self, name: str) -> str:
-        log = self._logs.get(name)
-        text = Path(log.name).read_text(errors="replace").strip() if log is not None else ""
-        return f"it printed: {text[-1000:]}" if text else ""
-
-    def close(self, seconds: float) -> None:
-        self._nursery.close(seconds)
-        for log in filter(None, self._logs.values()):
-            log.close()
-
-    def _log(self, name: str) -> IO[bytes] | None:
-        self._logs[name] = self._birth.plan.log(name)
-        return self._logs[name]
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "has died, and the fork server has not told how"
-    return f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-
-
-def _share(directory: Path, size: int) -> Region:
+def _create_shared_vector(directory: Path, size: int) -> Region:
     try:
-        return create(directory, SHARED, size)
+        return create_region(directory, SHARED_VECTOR, size)
     except OSError as error:
         raise RunError(
             f"processes cannot share memory here ({error}): use consistent=True and apply='server'"

@@ -1,4 +1,4 @@
-"""The generators that a task's own code may draw from: Python's, numpy's and torch's, each process's global ones."""
+"""The random generators that a task's own code may draw from: the global ones of Python, numpy and torch."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Begin all of them with a number."""
+    """Seed all of them."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
 def random_state() -> dict[str, Any]:
-    """Where they are, as tensors and plain values."""
+    """Their states, as tensors and plain values."""
     version, numbers, gauss = random.getstate()
     numpy: dict[str, Any] = dict(np.random.get_state(legacy=False))
     key = torch.from_numpy(numpy["state"]["key"].astype(np.int64))
@@ -31,7 +31,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(state: dict[str, Any]) -> None:
-    """Take them up where `state` left them, if it has them: some workers of a simulated run have none of their own."""
+    """Restore their states, if `state` has them: most workers of a simulated run have no generators of their own."""
     if "python" not in state:
         return
     version, numbers, gauss = state["python"]
@@ -44,7 +44,7 @@ def restore_random(state: dict[str, Any]) -> None:
 
 @contextmanager
 def randomness_kept() -> Iterator[None]:
-    """Give them back as they were."""
+    """Restore all of them at the end."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=()):

@@ -1,7 +1,7 @@
-"""The tasks that come with Tether, and how a task is found by what the user calls it.
+"""The tasks that come with Tether, and how a task is found by its name or file.
 
-A task's options are the parameters of its constructor. An `options` dict on the class, from parameter to what it is
-for, documents them; types and defaults come from the constructor itself.
+A task's options are the parameters of its constructor, which has their types and defaults. An `options` dict on the
+class documents them: it maps each parameter to what it is for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import cloudpickle
 
-from tether import settings as _settings
+from tether.core import settings as _settings
 from tether.errors import TetherError, UsageError, unknown
 from tether.task import SyntheticTask, Task
 from tether.tasks.chars import Chars
@@ -45,8 +45,8 @@ def known() -> dict[str, type[Task]]:
 def load(spec: str, *, data: Path | None = None, settings: dict[str, str] | None = None) -> Task:
     """The task called `spec`: a built-in name or path/to/file.py:ClassName.
 
-    `data` and `settings` become arguments of its constructor; the texts of `settings` are converted to the types that
-    the constructor's parameters are annotated with.
+    `data` and `settings` become arguments of its constructor; the values of `settings` are converted to the annotated
+    types of its parameters.
     """
     return _construct(spec, find(spec), data, settings or {})
 
@@ -56,12 +56,12 @@ def find(spec: str) -> type[Task]:
     if ":" in spec or spec.endswith(".py"):
         return _class_in_file(spec)
     if spec not in known():
-        raise UsageError(f"{unknown('task', spec, known())} A task of your own is given as path/to/file.py:ClassName")
+        raise UsageError(f"{unknown('task', spec, known())} A task of your own is written path/to/file.py:ClassName")
     return known()[spec]
 
 
 def options(cls: type[Task]) -> list[_settings.Option]:
-    """What can be set on a task, in the order of its constructor."""
+    """The options of a task, in the order of its constructor."""
     return _settings.options(cls, getattr(cls, "options", {}))
 
 
@@ -80,37 +80,35 @@ def _class_in_file(spec: str) -> type[Task]:
     if isinstance(found, type) and issubclass(found, Task):
         return found
     if found is None:
-        what = f"has no class {class_name}" if class_name else "is a file: which class of it is the task?"
+        what = f"has no class {class_name}" if class_name else "is a file: add the name of the task's class"
     else:
-        what = f"has {class_name}, but that is no subclass of tether.Task"
+        what = f"has {class_name}, but that is not a subclass of tether.Task"
     classes = [n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Task) and c is not Task]
-    have = (
-        "Its tasks: " + ", ".join(f"{name}:{n}" for n in classes) if classes else "No subclass of tether.Task is in it"
-    )
+    have = "Its tasks: " + ", ".join(f"{name}:{n}" for n in classes) if classes else "It has no subclass of tether.Task"
     raise UsageError(f"{name} {what}. {have}")
 
 
-#: the file that is being imported, in this thread
+#: the file that this thread is importing
 _importing: ContextVar[Path | None] = ContextVar("importing", default=None)
-#: what was made of each file, as long as it does not change
+#: the module made from each file, with the version of the file that it was made from
 _imported: dict[Path, tuple[tuple[int, int], types.ModuleType]] = {}
 
 
-class _Reached(BaseException):
-    """A file has come to a run of its own; no business of any `except` in it."""
+class _RunReached(BaseException):
+    """The file starts a run. Not an Exception, so that no `except` in the file catches it."""
 
 
 def not_while_importing() -> None:
-    """End the import of a task's file: whoever names a task in it wants that trained, and not what the file runs."""
+    """End the import of a task's file at the first run that it starts: the caller wants the task, not that run."""
     if _importing.get() is not None:
-        raise _Reached
+        raise _RunReached
 
 
 def _import(path: Path) -> types.ModuleType:
-    """Run a file as a module of its own, once, as far as the first run that it starts itself.
+    """Import a file as a module of its own, once, up to the first run that it starts itself.
 
-    As with `python file.py`, it may import modules beside it. They and the file itself are pickled by value, so other
-    processes and machines need neither.
+    As with `python file.py`, it may import modules from its own folder. They and the file itself are pickled by value,
+    so other processes and machines need neither.
     """
     version = (path.stat().st_mtime_ns, path.stat().st_size)
     if path in _imported and _imported[path][0] == version:
@@ -118,7 +116,7 @@ def _import(path: Path) -> types.ModuleType:
     name = f"tether_task_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{path} is no Python file: a task of your own is given as path/to/file.py:ClassName")
+        raise UsageError(f"{path} is not a Python file: a task of your own is written path/to/file.py:ClassName")
     module = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
@@ -127,12 +125,12 @@ def _import(path: Path) -> types.ModuleType:
     token = _importing.set(path)
     try:
         spec.loader.exec_module(module)
-    except _Reached as reached:
+    except _RunReached as reached:
         if (below := _defined_below(path, line := _lines(reached, path)[0])) is not None:
             del sys.modules[name]
             raise UsageError(
-                f"{path}:{line} starts a run, above the definition of {below}: put what the file runs by itself "
-                "under 'if __name__ == \"__main__\":' at its end"
+                f"{path}:{line} starts a run, above the definition of {below}: move the code that runs under "
+                "'if __name__ == \"__main__\":' at the end of the file"
             ) from None
     except (Exception, SystemExit) as error:
         del sys.modules[name]
@@ -154,7 +152,7 @@ def _defined_below(path: Path, line: int) -> str | None:
 
 
 def _lines(error: BaseException, path: Path) -> list[int]:
-    """The lines of a file that an exception has passed, the outermost first."""
+    """The lines of a file in the traceback of an exception, the outermost first."""
     frames = traceback.extract_tb(error.__traceback__)
     return [frame.lineno for frame in frames if frame.filename == str(path) and frame.lineno is not None]
 
@@ -169,17 +167,17 @@ def _describe(error: BaseException, path: Path) -> str:
     return f"{type(error).__name__}: {text}{where}"
 
 
-def _construct(spec: str, cls: type[Task], data: Path | None, texts: dict[str, str]) -> Task:
+def _construct(spec: str, cls: type[Task], data: Path | None, settings: dict[str, str]) -> Task:
     parameters = _settings.parameters(cls)
-    if "data" in texts:
+    if "data" in settings:
         raise UsageError(f"the data of task {spec} is not one of its options: pass it as --data")
-    arguments = _settings.arguments(cls, f"task {spec}", texts, hidden=frozenset({"data"}))
+    arguments = _settings.arguments(cls, f"task {spec}", settings, hidden=frozenset({"data"}))
     if data is not None:
         if "data" not in parameters:
             raise UsageError(f"task {spec} takes no data: its constructor has no parameter 'data'")
         path = Path(data).expanduser().resolve()
         if not path.exists():
-            raise UsageError(f"there is no file or folder {path} to take the data of task {spec} from")
+            raise UsageError(f"there is no file or folder {path} for the data of task {spec}")
         arguments["data"] = str(path) if _settings.type_of(cls, parameters["data"]) is str else path
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in arguments]
     if missing:

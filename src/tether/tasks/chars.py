@@ -1,4 +1,4 @@
-"""A language model that reads a text and guesses the next character."""
+"""A language model that reads a text and predicts the next character."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _TEST_WINDOWS = 256
 
 
 class Chars(Classification):
-    """Guess the next character of a text; the last tenth of it is held out. Loss is in nats per character.
+    """Predict the next character of a text; its last tenth is held out. The loss is in nats per character.
 
-    A sample is a window of the text. Windows start every `stride` characters and so overlap by default; they are
-    views of one tensor, which costs no more memory than the text.
+    A sample is a window of the text. Windows start every `stride` characters and overlap by default; they are views of
+    one tensor, so they need no more memory than the text.
     """
 
     options: ClassVar = Classification.options | {
-        "data": "a text file in UTF-8, or a folder with tinyshakespeare.txt or with one .txt file",
+        "data": "a text file in UTF-8, or a folder with tinyshakespeare.txt or a single .txt file",
         "context": "characters the model sees at once",
         "stride": "characters from the start of one training window to the next",
     }
@@ -83,7 +83,7 @@ class Chars(Classification):
 
     @cached_property
     def _text(self) -> tuple[Tensor, str]:
-        """The text as places in its vocabulary, and the vocabulary: each character of the text once, in order."""
+        """The text as indices into its vocabulary, and the vocabulary: each character of the text once, in order."""
         try:
             text = self._path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -94,8 +94,8 @@ class Chars(Classification):
                 f"{self._path} has {len(text)} characters; with a context of {self.context} task chars needs at least "
                 f"{needed}, so that the held-out tenth has a window"
             )
-        codes, places = np.unique(np.frombuffer(text.encode("utf-32-le"), np.uint32), return_inverse=True)
-        return torch.from_numpy(places.astype(np.int64)), "".join(map(chr, codes))
+        codes, indices = np.unique(np.frombuffer(text.encode("utf-32-le"), np.uint32), return_inverse=True)
+        return torch.from_numpy(indices.astype(np.int64)), "".join(map(chr, codes))
 
 
 def _find(data: Path | None) -> Path:

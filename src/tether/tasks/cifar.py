@@ -1,4 +1,4 @@
-"""CIFAR-10: small colour photographs, in its publisher's binary files or in an .npz file."""
+"""CIFAR-10: small colour photographs, from its publisher's binary files or from an .npz file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tether.tasks.images import dataset, read_cifar, read_npz
 from tether.tasks.networks import cnn, resnet
 
 _BATCHES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
-#: of the training pixels, red, green and blue, scaled to 0..1
+#: of the red, green and blue training pixels, scaled to 0..1
 _MEAN = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
 _DEVIATION = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
 _HOW = (
@@ -28,13 +28,13 @@ _HOW = (
 
 
 class Cifar(Classification):
-    """CIFAR-10: tell ten kinds of things apart in 32 x 32 colour pixels. Both networks have BatchNorm.
+    """CIFAR-10: recognize ten kinds of things in 32 x 32 colour pixels. Both networks have BatchNorm.
 
-    The images stay bytes, a quarter of the memory in every worker, and are standardised batch by batch.
+    The images stay bytes, which need a quarter of the memory in every worker, and are standardized batch by batch.
     """
 
     options: ClassVar = Classification.options | {
-        "data": "an .npz file with x_train, y_train, x_test and y_test, or a folder with one or with binary batches",
+        "data": "an .npz file with x_train, y_train, x_test and y_test, or a folder with one or the binary batches",
         "flip": "mirror half of the training images at random",
     }
     networks: ClassVar = {

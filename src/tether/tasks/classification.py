@@ -1,4 +1,4 @@
-"""What every built-in task shares: it tells classes apart, and is judged on samples held out from training."""
+"""What the built-in tasks share: they learn classes, and are judged on samples held out from training."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class Classification(Task):
     A subclass lists its `networks` and gives `train_data` and `test_data`.
     """
 
-    #: what each constructor parameter is for, as `tether.tasks.options` lists it
+    #: what each constructor parameter is for, shown by `tether tasks`
     options: ClassVar[dict[str, str]] = {
         "batch_size": "samples in a worker's mini-batch",
         "learning_rate": "step size of the optimizer",
-        "momentum": "SGD with this momentum instead of Adam",
+        "momentum": "use SGD with this momentum instead of Adam",
         "network": "architecture of the model",
     }
     #: the architectures by name; each value builds a new model
     networks: ClassVar[dict[str, Callable[..., nn.Module]]]
-    #: samples that go through the model at once in `evaluate`: bounds its memory
+    #: samples that go through the model at once in `evaluate`, which bounds its memory
     chunk: ClassVar[int] = 1000
 
     def __init__(
@@ -53,7 +53,7 @@ class Classification(Task):
         self.learning_rate = learning_rate
         self.momentum = momentum
         self.network = network
-        # absolute, because a worker may be started in another folder
+        # absolute, because a worker may start in another folder
         self.data = None if data is None else Path(data).expanduser().resolve()
 
     def model(self) -> nn.Module:
@@ -69,7 +69,7 @@ class Classification(Task):
         raise self._lacks("test_data", "a torch.utils.data.TensorDataset")
 
     def examples(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """A batch as what the model is given and the classes it should answer."""
+        """A batch as the inputs of the model and the classes that it should predict."""
         inputs, labels = batch
         return inputs, labels
 
@@ -78,10 +78,10 @@ class Classification(Task):
         return functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return self.judged(model, self._held_out)
+        return self.metrics_on(model, self._held_out)
 
-    def judged(self, model: nn.Module, samples: TensorDataset) -> dict[str, float]:
-        """Error rate and mean loss on some samples."""
+    def metrics_on(self, model: nn.Module, samples: TensorDataset) -> dict[str, float]:
+        """Error rate and mean loss on these samples."""
         device = next(model.parameters()).device
         tensors = samples.tensors
         wrong, loss, count = 0, 0.0, 0
@@ -98,6 +98,6 @@ class Classification(Task):
         return self.test_data()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A task is copied to every process: whatever `cached_property` keeps is read again there."""
+        """Leaves out cached properties: a task is copied to every process, which reads its data again."""
         cached = {name for cls in type(self).__mro__ for name, a in vars(cls).items() if isinstance(a, cached_property)}
         return {name: value for name, value in vars(self).items() if name not in cached}

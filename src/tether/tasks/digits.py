@@ -1,4 +1,4 @@
-"""Handwritten digits of 8 x 8 pixels: the task that needs no download and learns in seconds."""
+"""Handwritten digits of 8 x 8 pixels: a task that needs no download and learns in seconds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tether.errors import missing_extra
 from tether.tasks.classification import Classification
 from tether.tasks.networks import mlp
 
-#: of the training pixels, once they are scaled to 0..1
+#: of the training pixels, scaled to 0..1
 _MEAN, _DEVIATION = 0.305, 0.376
 
 
 class Digits(Classification):
     """Scikit-learn's 1,797 handwritten digits; the first task to try.
 
-    The network is fully connected. In cross-validation on the training part a small convolutional one erred in 1.6 %
-    instead of 2.6 % after 20 epochs, but took 1.5 times as long per step: here speed counts for more.
+    The network is fully connected. In cross-validation on the training part, a small convolutional network had an error
+    of 1.6 % instead of 2.6 % after 20 epochs, but took 1.5 times as long per step. Here speed matters more.
     """
 
     epochs = 20
@@ -42,7 +42,7 @@ class Digits(Classification):
 
 @lru_cache(maxsize=1)
 def _samples() -> tuple[Tensor, Tensor, Tensor]:
-    """Standardised images, labels, and which of them are held out: every fifth of each class, so nothing is drawn."""
+    """Standardized images, labels, and a mask of those held out: every fifth of each class, without random choice."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 grey images of clothes, in the IDX files of their publishers."""
+"""Fashion-MNIST: 70,000 grey images of clothes, from the IDX files of its publisher."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
 }
-#: of the training pixels, once they are scaled to 0..1
+#: of the training pixels, scaled to 0..1
 _MEAN, _DEVIATION = 0.2860, 0.3530
 
 
 class Fashion(Classification):
-    """Fashion-MNIST: tell ten kinds of clothes apart in 28 x 28 grey pixels."""
+    """Fashion-MNIST: recognize ten kinds of clothes in 28 x 28 grey pixels."""
 
     options: ClassVar = Classification.options | {
-        "data": "folder with the four IDX files, gzipped or not, or with a folder fashion-mnist that has them"
+        "data": "a folder with the four IDX files, gzipped or not, or with a subfolder fashion-mnist that has them"
     }
     networks: ClassVar = {
         "mlp": partial(mlp, 784, 256, 128, 10),

@@ -1,4 +1,4 @@
-"""Readers of the files that image data sets come in. A bad file is a `UsageError` that names it."""
+"""Readers for the file formats of image data sets. A bad file raises a `UsageError` that names it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def read_idx(path: Path) -> Array:
     raw = _read(path)
     if raw[:3] != b"\0\0\x08" or len(raw) < 4:
         raise UsageError(
-            f"{path} is no IDX file of unsigned bytes: it starts with {raw[:4].hex(' ') or 'nothing'} "
-            "where 00 00 08 and the number of axes were expected"
+            f"{path} is not an IDX file of unsigned bytes: it starts with {raw[:4].hex(' ') or 'nothing'} "
+            "instead of 00 00 08 and the number of axes"
         )
     start = 4 + 4 * raw[3]
     if len(raw) < start:
@@ -43,9 +43,9 @@ def read_idx(path: Path) -> Array:
 
 
 def read_npz(path: Path, *names: str) -> list[Array]:
-    """The named arrays of an .npz file; the others are not decompressed."""
+    """The named arrays of an .npz file; other arrays are not decompressed."""
     try:
-        # np.load leaves a file that it opened itself open if it is no zip file
+        # np.load does not close a file that it opened itself if that is not a zip file
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             arrays = [file[name] for name in names]
     except KeyError as error:
@@ -61,15 +61,15 @@ def read_cifar(path: Path) -> tuple[Array, Array]:
     record = 1 + _CIFAR_IMAGE_BYTES
     if raw.size == 0 or raw.size % record:
         raise UsageError(
-            f"{path} is truncated or no binary CIFAR-10 batch: it has {raw.size} bytes, "
-            f"which is no multiple of {record}. Fetch it again"
+            f"{path} is truncated or not a binary CIFAR-10 batch: it has {raw.size} bytes, "
+            f"which is not a multiple of {record}. Fetch it again"
         )
     records = raw.reshape(-1, record)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
 
 
 def dataset(images: Array, labels: Array, *, shape: tuple[int, ...], classes: int, source: Path) -> TensorDataset:
-    """Images and their labels, still bytes, once they are known to belong together."""
+    """Images and their labels, still bytes, after a check that they belong together."""
     if images.shape[1:] != shape or labels.shape != images.shape[:1] or not labels.size:
         raise UsageError(
             f"{source}: images of shape {images.shape} and labels of shape {labels.shape} do not belong together; "
@@ -81,7 +81,7 @@ def dataset(images: Array, labels: Array, *, shape: tuple[int, ...], classes: in
         )
     if labels.min() < 0 or labels.max() >= classes:
         raise UsageError(f"{source}: labels go from {labels.min()} to {labels.max()}; expected 0 to {classes - 1}")
-    # np.array copies: torch refuses to own the read-only memory of np.frombuffer
+    # np.array copies, since torch warns about the read-only memory of np.frombuffer
     return TensorDataset(torch.from_numpy(np.array(images)), torch.from_numpy(labels.astype(np.int64)))
 
 

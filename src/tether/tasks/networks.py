@@ -30,7 +30,7 @@ def cnn(side: int, *channels: int, hidden: int, batch_norm: bool = False, classe
 
 
 def resnet(blocks: int = 1, classes: int = 10) -> nn.Module:
-    """The residual network for 32 x 32 images of He et al. (2015), section 4.2, with 6 * blocks + 2 layers."""
+    """The residual network of He et al. (2015), section 4.2, for 32 x 32 images, with 6 * blocks + 2 layers."""
     layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
     inputs = 16
     for outputs in (16, 32, 64):
@@ -41,7 +41,7 @@ def resnet(blocks: int = 1, classes: int = 10) -> nn.Module:
 
 
 class _Residual(nn.Module):
-    """Two convolutions around which the input is carried; where the width grows, the sides halve."""
+    """Two convolutions with a shortcut around them; where the width grows, the sides halve."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class _Residual(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A causal transformer over symbols: the scores of every next symbol, given those up to it.
+    """A causal transformer over symbols: at each place, the scores of every possible next symbol.
 
-    The embedding is also the output layer (one tied weight). There is no dropout: a step depends on nothing but the
-    weights and the batch, so runs repeat.
+    The embedding is also the output layer (one tied weight). There is no dropout: a step depends only on the weights
+    and the batch, so runs repeat.
     """
 
     def __init__(self, symbols: int, context: int, width: int = 64, layers: int = 2, heads: int = 4) -> None:
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         self.blocks = nn.Sequential(*(_Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.output = nn.Linear(width, symbols, bias=False)
-        # as an output layer the usual N(0, 1) of an embedding would start with scores of about +-sqrt(width)
+        # with the usual N(0, 1) of an embedding, the output layer would start with scores of about +-sqrt(width)
         nn.init.normal_(self.embedding.weight, std=0.02)
         nn.init.normal_(self.place, std=0.02)
         self.output.weight = self.embedding.weight
@@ -85,7 +85,7 @@ class Transformer(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention to the past, then a layer of its own for every place; both added to the input."""
+    """Attention to the past, then two layers applied to each place by itself; both are added to the input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class _Block(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM over symbols: the scores of every next symbol, given those up to it."""
+    """An LSTM over symbols: at each place, the scores of every possible next symbol."""
 
     def __init__(self, symbols: int, width: int = 128) -> None:
         super().__init__()
@@ -126,8 +126,8 @@ class Recurrent(nn.Module):
 class TextCnn(nn.Module):
     """The convolutional model for sentences of Kim (2014), which is figure 2 of the GaDei paper.
 
-    Filters of three widths slide over the embedded words, and the strongest answer of each counts. A window of words
-    goes through a matrix product: at mini-batches of a few sentences that takes half the time of `nn.Conv1d`.
+    Filters of three widths slide over the embedded words, and the largest output of each filter counts. A window of
+    words goes through a matrix product: with mini-batches of a few sentences that takes half the time of `nn.Conv1d`.
     """
 
     widths: ClassVar[tuple[int, ...]] = (3, 4, 5)
@@ -140,17 +140,17 @@ class TextCnn(nn.Module):
         self.filters = nn.ModuleList(nn.Linear(width * embedding, filters) for width in self.widths)
         self.dropout = nn.Dropout(0.5)
         self.output = nn.Linear(len(self.widths) * filters, classes)
-        # the usual N(0, 1) outweighs what is learned of a rare word: after 2 epochs of TREC 83 % are right, not 90 %
+        # the usual N(0, 1) outweighs what is learned of a rare word: after 2 epochs of TREC, 83 % are right, not 90 %
         nn.init.normal_(self.embedding.weight[1:], std=0.1)
 
     def forward(self, text: Tensor) -> Tensor:
         words = self.embedding(text)
         size = words.shape[-1]
         words = words.flatten(1)
-        # the largest before the ReLU is the largest after it
-        strongest = [
+        # the largest value before the ReLU is also the largest after it
+        largest = [
             filters(words.unfold(1, width * size, size)).amax(1)
             for width, filters in zip(self.widths, self.filters, strict=True)
         ]
-        scores: Tensor = self.output(self.dropout(functional.relu(torch.cat(strongest, 1))))
+        scores: Tensor = self.output(self.dropout(functional.relu(torch.cat(largest, 1))))
         return scores

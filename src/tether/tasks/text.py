@@ -1,4 +1,4 @@
-"""Text classification: a CSV of texts and their labels becomes a classifier."""
+"""Text classification: learns a classifier from a CSV of texts and their labels."""
 
 from __future__ import annotations
 
@@ -21,51 +21,52 @@ from tether.errors import UsageError
 from tether.tasks.classification import Classification
 from tether.tasks.networks import TextCnn
 
-#: a word or number, with what follows an apostrophe in it, or one sign
+#: a word or number, including apostrophes inside it, or one punctuation mark
 _TOKEN = re.compile(r"\w+(?:'\w+)*|[^\w\s]")
 _PADDING, _UNKNOWN = 0, 1
-#: GaDei, table 3: fewer training rows than this, and the mini-batch size for them
+#: GaDei, table 3: the mini-batch size for fewer training rows than this
 _BATCH_SIZES = ((10_000, 2), (100_000, 4), (math.inf, 32))
-#: the paper's learning rate, and one as careful for Adam, which is right about 90 % of TREC after 2 epochs where SGD is
-#: right about 78 % after 5
+#: the paper's learning rate for SGD, and an equally careful one for Adam, which classifies 90 % of TREC correctly after
+#: 2 epochs; SGD classifies 78 % correctly after 5
 _SGD_RATE, _ADAM_RATE = 0.01, 0.001
-#: epochs without a better error after which a run ends; as many as make so many samples, since an epoch of few rows
-#: changes little and few held-out rows tell little
+#: stop after this many epochs without improvement, or after this many samples if that is longer: an epoch of few rows
+#: changes little, and the error on few rows says little
 _PATIENCE, _PATIENCE_SAMPLES = 5, 5000
 
 
 class Text(Classification):
-    """Tell kinds of short texts apart, learned from a CSV of texts and labels.
+    """Classify short texts, learned from a CSV of texts and labels.
 
-    What it takes to classify other texts are plain attributes, and travel with the task: `words` (each with its index),
-    `length` (of a text in words) and `labels` (by the model's answers). `encode` makes the model's input.
+    What is needed to classify other texts are plain attributes that are copied with the task: `words` (the index of
+    each word), `length` (of a text, in words) and `labels` (one for each output of the model). `encode` makes the
+    model's input.
 
-    Learners train asynchronously unless a protocol is given. Mini-batch size and epochs are the careful ones of the
-    GaDei paper, table 3, unless they are given; a run of which nothing is said ends sooner, when `validation_error` has
-    stopped getting better, and gives the model that had the best. That is the error on rows set aside for it: the rows
-    of `error`, which is what the model is worth, choose nothing.
+    Workers train asynchronously unless a protocol is given. Mini-batch size and epochs are the careful ones of the
+    GaDei paper, table 3, unless they are given. A run without a goal ends sooner: when `validation_error` has stopped
+    improving, and with the model that had the best. That is the error on rows that are set aside for this decision;
+    the rows of `error`, which measures the model, decide nothing.
     """
 
     options: ClassVar = Classification.options | {
         "data": "a CSV in UTF-8 with a text and its label in each row",
-        "test": "a CSV of held-out rows; for x_train.csv it is x_test.csv, and without one a tenth of the rows",
-        "validation": "share of the training rows that is set aside to tell when to stop; 0 for none",
-        "text_column": "name of the column with the texts; the first unless given",
-        "label_column": "name of the column with the labels; the second unless given",
-        "header": "the first line has the names of the columns",
+        "test": "a CSV of held-out rows; by default x_test.csv beside x_train.csv, or else a tenth of the rows",
+        "validation": "share of the training rows that is set aside to decide when to stop; 0 for none",
+        "text_column": "name of the column with the texts; by default the first",
+        "label_column": "name of the column with the labels; by default the second",
+        "header": "whether the first line has the names of the columns",
         "batch_size": "samples in a worker's mini-batch; by default 2 below 10,000 rows, 4 below 100,000, else 32",
         "learning_rate": f"step size of the optimizer; by default {_ADAM_RATE}, or {_SGD_RATE} with momentum",
-        "vocabulary": "words known at most, the most frequent ones",
-        "length": "words of a text that are looked at; by default enough for 95 of 100 texts",
-        "embedding": "numbers that stand for a word",
-        "filters": "filters of each width",
-        "sparse": "gradients of the embedding hold only the words of the batch",
+        "vocabulary": "number of words to know at most, the most frequent ones",
+        "length": "words of a text that the model sees; by default enough for 95 of 100 texts",
+        "embedding": "values that represent a word",
+        "filters": "number of filters of each width",
+        "sparse": "whether a step changes only the embeddings of the words in the batch",
     }
     networks: ClassVar = {"cnn": TextCnn}
     #: texts may be long
     chunk: ClassVar = 100
     epochs = 200
-    #: GaDei's way: small mini-batches pay where every gradient is used at once, on weights that learners share
+    #: as in GaDei: small mini-batches pay off if every gradient is applied at once, to weights that workers share
     protocol: ClassVar = {"name": "server", "sync": "async", "apply": "auto"}
 
     def __init__(
@@ -129,13 +130,13 @@ class Text(Classification):
         train, validated, held_out = map(len, self._samples)
         source = self._test_path.name if self._test_path else "every tenth"
         return (
-            f"{train} rows with {len(self.labels)} labels, {validated} to tell when to stop, {held_out} held out "
-            f"({source}); {len(self.words)} words, {self.length} of a text; mini-batches of {self.batch_size}, "
+            f"{train} rows with {len(self.labels)} labels, {validated} to decide when to stop, {held_out} held out "
+            f"({source}); {len(self.words)} words, {self.length} per text; mini-batches of {self.batch_size}, "
             f"learning rate {self.learning_rate:g}"
         )
 
     def encode(self, texts: Iterable[str]) -> Tensor:
-        """Texts as the model takes them."""
+        """Texts as inputs of the model."""
         return encode(texts, self.words, self.length)
 
     def model(self) -> nn.Module:
@@ -146,7 +147,7 @@ class Text(Classification):
         return self._samples[0]
 
     def validation_data(self) -> TensorDataset:
-        """The samples that tell when to stop, in the form that `train_data` has."""
+        """The samples that decide when to stop, in the form that `train_data` has."""
         return self._samples[1]
 
     def test_data(self) -> TensorDataset:
@@ -155,21 +156,21 @@ class Text(Classification):
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         metrics = super().evaluate(model)
         if len(self.validation_data()):
-            metrics["validation_error"] = self.judged(model, self.validation_data())["error"]
+            metrics["validation_error"] = self.metrics_on(model, self.validation_data())["error"]
         return metrics
 
     @cached_property
     def _samples(self) -> tuple[TensorDataset, TensorDataset, TensorDataset]:
-        """To train on, to tell when to stop, held out. Set by the constructor; a copy in another process reads anew."""
+        """To train on, to decide when to stop, held out. The constructor sets it; copies of the task read it again."""
         train, validated, held_out = self._rows()
         return self._encoded(train), self._encoded(validated), self._encoded(held_out)
 
     def _encoded(self, rows: Sequence[_Row]) -> TensorDataset:
-        places = {label: place for place, label in enumerate(self.labels)}
-        return TensorDataset(self.encode(row.text for row in rows), torch.tensor([places[row.label] for row in rows]))
+        classes = {label: number for number, label in enumerate(self.labels)}
+        return TensorDataset(self.encode(row.text for row in rows), torch.tensor([classes[row.label] for row in rows]))
 
     def _rows(self) -> tuple[list[_Row], list[_Row], list[_Row]]:
-        """The rows to train on, those that tell when to stop, and those held out, checked."""
+        """The rows to train on, those that decide when to stop, and those held out, checked."""
         rows = _read(self._path, self._columns)
         labels = {row.label for row in rows}
         if len(labels) < 2:
@@ -194,12 +195,12 @@ class Text(Classification):
 
 
 def tokens(text: str) -> list[str]:
-    """The words and signs of a text, in lower case."""
+    """The words and punctuation marks of a text, in lower case."""
     return _TOKEN.findall(text.lower())
 
 
 def encode(texts: Iterable[str], words: Mapping[str, int], length: int) -> Tensor:
-    """Each text as the indices of its first `length` words; 1 stands for a word not known, 0 for none."""
+    """Each text as the indices of its first `length` words; 1 is an unknown word, 0 is padding."""
     found = [[words.get(word, _UNKNOWN) for word in tokens(text)[:length]] for text in texts]
     encoded = np.full((len(found), length), _PADDING, np.int32)
     for row, text in zip(encoded, found, strict=True):
@@ -226,7 +227,7 @@ def _find(data: str | Path | None) -> Path:
 
 
 def _find_test(data: str | Path | None, test: str | Path | None) -> Path | None:
-    """The file of held-out rows that is given, or else found beside the training rows."""
+    """The file of held-out rows that was given, or else the one beside the training rows."""
     if test is not None:
         return Path(test).expanduser().resolve()
     path = _find(data)
@@ -235,7 +236,7 @@ def _find_test(data: str | Path | None, test: str | Path | None) -> Path | None:
 
 
 def _read(path: Path, columns: tuple[str | None, str | None] | None) -> list[_Row]:
-    """The rows of a CSV, by the names of its text and label columns; no `columns` for a file without a header."""
+    """The rows of a CSV; `columns` names its text and label columns and is None for a file without a header."""
     numbered = _numbered(path)
     if not numbered:
         raise UsageError(f"{path} is empty; expected a text and its label in each row")
@@ -263,13 +264,13 @@ def _read(path: Path, columns: tuple[str | None, str | None] | None) -> list[_Ro
     if columns is not None and columns[1] is None and any(row.label == first[label_place].strip() for row in rows):
         raise UsageError(
             f"{path}, line {first_line} should have the names of the columns, but {first[label_place]!r} is the label "
-            "of other lines too: if the file has no header, set header=false; if it has, set label_column"
+            "of other lines too: if the file has no header, set header=false; if it has one, set label_column"
         )
     return rows
 
 
 def _numbered(path: Path) -> list[tuple[int, list[str]]]:
-    """The fields of each row that is not blank, and the line it begins in."""
+    """The fields of each row that is not blank, with the number of its first line."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -293,7 +294,7 @@ def _numbered(path: Path) -> list[tuple[int, list[str]]]:
 
 
 def _places(path: Path, header: list[str], columns: tuple[str | None, str | None]) -> tuple[int, int]:
-    """Which fields are text and label."""
+    """The positions of text and label in a row."""
     have = f"{path} has the columns {', '.join(header)}"
     places = []
     for default, (option, name) in enumerate(zip(("text_column", "label_column"), columns, strict=True)):
@@ -306,7 +307,7 @@ def _places(path: Path, header: list[str], columns: tuple[str | None, str | None
 
 
 def _split(rows: list[_Row], share: float) -> tuple[list[_Row], list[_Row]]:
-    """This share of the rows of every label is set aside, always the same ones; one row of each label never is."""
+    """Set this share of the rows of every label aside, always the same rows; one row of each label always stays."""
     labels = np.array([row.label for row in rows])
     order = np.random.default_rng(0).permutation(len(rows))
     order = order[np.argsort(labels[order], kind="stable")]

@@ -1,0 +1,290 @@
+"""The public door: `run`, `start`, `resume` and `replay_recorded`, and what they return."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from tether.errors import UsageError, own_faults
+from tether.execution.directory import RunDirectory
+from tether.execution.execute import Execution, described, plan_phases
+from tether.execution.goals import Request
+from tether.execution.interruption import Interruption
+from tether.execution.plan import RunPlan
+from tether.execution.progress import FollowedProgress, Progress, make_progress
+from tether.execution.result import Result
+from tether.protocols import Options
+from tether.protocols import make as make_protocol
+from tether.runtimes.base import Runtime
+from tether.runtimes.local import Local
+from tether.runtimes.record import replay
+from tether.runtimes.sim.runtime import Sim
+from tether.runtimes.spark.hadoop import HadoopStorage, is_url
+from tether.runtimes.spark.runtime import Spark
+from tether.task import Task, check_is_task
+from tether.tasks import load as load_task
+from tether.tasks import not_while_importing
+
+__all__ = ["Result", "Training", "replay_recorded", "resume", "run", "start"]
+
+
+@own_faults()
+def run(
+    task: Task,
+    protocol: Options | None = None,
+    on: Runtime | None = None,
+    *,
+    epochs: float | None = None,
+    steps: int | None = None,
+    until: str | None = None,
+    seconds: float | None = None,
+    patience: int | None = None,
+    warmup: Options | None = None,
+    warmup_epochs: float = 1.0,
+    seed: int = 0,
+    run_dir: Path | str | None = None,
+    evaluate_every: float = 1.0,
+    checkpoint_seconds: float = 30.0,
+    checkpoints: str | None = None,
+    record: bool = False,
+    trace: bool = True,
+    progress: Progress | None = None,
+    stop: Callable[[], str | None] | None = None,
+    task_spec: dict[str, Any] | None = None,
+) -> Result:
+    """Train a task and return the joint model.
+
+    protocol: how the workers agree. The default is the task's own, which is `tether.Averaging()` for most tasks.
+    on: where the workers run; `tether.Local(workers=2)` by default.
+    epochs, steps: how long to train: passes over the data by all workers together, or optimizer steps per worker. The
+        default is the task's own number of epochs.
+    until: end early when a metric reaches a value, such as "error<0.05". If only this is given, the run ends after 100
+        epochs at the latest.
+    seconds: end early after this time (virtual seconds in the simulator). If only this is given, the run ends after 100
+        epochs at the latest.
+    patience: end early when the metric has not improved for this many evaluations. The metric is validation_error, or
+        else error, or else the first one the task has. If only this is given, the run ends after 100 epochs at the
+        latest. The result is then the best model seen, on ties the most recent, and not the last model, unless `until`
+        ended the run.
+    warmup, warmup_epochs: begin with this many epochs of another protocol, such as tether.Server(sync="hard").
+    seed: of the model's first weights, of the order of the data, and of all other random numbers.
+    run_dir: where to keep the run; the default is a new directory below `runs`.
+    evaluate_every: epochs between two evaluations of the joint model. Evaluations that fall behind are done after
+        training, as far as their models fit into 512 MiB.
+    checkpoint_seconds: time between two checkpoints.
+    checkpoints: keep checkpoints at this URL of any file system that Hadoop knows, such as hdfs://HOST/PATH, instead of
+        in the run directory; `resume` accepts the URL on any machine.
+    record: store every event, so that the run can be replayed.
+    trace: store spans of time for trace.json.
+    progress: the live display; the default depends on what standard error is.
+    stop: called often; when it returns a reason, the run ends in good order with that reason.
+    task_spec: how the command line finds the task again.
+
+    Ctrl-C ends the run within three seconds, in good order, and raises `tether.Interrupted`, a KeyboardInterrupt whose
+    `result` is what `run` would have returned: the joint model as it is, its metrics, the run directory. In a notebook
+    it is `sys.last_value.result`. A second Ctrl-C ends the run at once.
+
+    `tether.start` takes the same arguments, trains in the background and returns a `tether.Training`.
+    """
+    asked_at = time.monotonic()
+    not_while_importing()
+    check_is_task(task)
+    protocol = protocol if protocol is not None else make_protocol(task.protocol)
+    for options in filter(None, (protocol, warmup)):
+        if not isinstance(options, Options):
+            raise UsageError(f"protocol must be options such as tether.Averaging(), not {options!r}")
+    request = Request(
+        epochs,
+        steps,
+        until,
+        seed,
+        evaluate_every,
+        checkpoint_seconds,
+        record,
+        trace,
+        described(warmup) if warmup is not None else None,
+        warmup_epochs,
+        seconds,
+        patience,
+    )
+    on = on if on is not None else Local(protocol.workers_max or 2)
+    phases = plan_phases(task, protocol, on, request)
+    storage = HadoopStorage(checkpoints) if checkpoints is not None else None
+    name = f"{task.name}-{protocol.name}"
+    directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)
+    progress = progress or make_progress()
+    with directory.lock(), Interruption() as interruption:
+        return Execution(
+            phases, protocol, on, request, directory, interruption, asked_at, progress, task_spec, stop
+        ).run()
+
+
+class Training:
+    """A run in the background, as `tether.start` returns it. Its repr says how far it is.
+
+    `stop()` ends the run in good order and returns its result. `wait()` returns the result when the run has ended by
+    itself. `result` and `model` are there once it is over; looking at them earlier is an error and does not disturb the
+    run. What went wrong in the run is raised by all four, as by a `concurrent.futures.Future`. A handle that is dropped
+    ends its run.
+    """
+
+    def __init__(self, work: Callable[[Callable[[], str | None], Progress], Result], display: Progress | None) -> None:
+        """`work` trains, is given a function that says why it is to stop, once it is, and reports to a display."""
+        outcome: Future[Result] = Future()
+        stopping = threading.Event()
+        progress = FollowedProgress(display)
+
+        def train() -> None:  # must not refer to the handle, which could then never be dropped
+            try:
+                outcome.set_result(work(lambda: "asked to end" if stopping.is_set() else None, progress))
+            except BaseException as error:
+                outcome.set_exception(error)
+
+        self._outcome, self._stopping, self._progress = outcome, stopping, progress
+        self._thread = threading.Thread(target=train, name="training", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, stopping.set)
+
+    def __repr__(self) -> str:
+        if not self.is_over:
+            return f"Training({'stopping, ' if self._stopping.is_set() else ''}{self._progress})"
+        if (error := self._outcome.exception()) is not None:
+            return f"Training(failed, {type(error).__name__}: {error})"
+        result = self._outcome.result()
+        return f"Training(over, {result.figures['reason']}, {result!r})"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended, by itself, by `stop()` or by an error."""
+        return self._outcome.done()
+
+    @property
+    def result(self) -> Result:
+        """What the run returned; UsageError while it is running."""
+        if not self.is_over:
+            raise UsageError(
+                f"the run is not over ({self._progress}): call stop() to end it now, or wait() for it to "
+                "end by itself; both return the result"
+            )
+        return self._outcome.result()
+
+    @property
+    def model(self) -> nn.Module:
+        """The joint model of the result; UsageError while the run is going on."""
+        return self.result.model
+
+    def stop(self) -> Result:
+        """End the run in good order and return its result; if it is over already, only return the result."""
+        self._stopping.set()
+        return self._outcome.result()
+
+    def wait(self, seconds: float | None = None) -> Result:
+        """Wait until the run ends by itself and return its result; TimeoutError if that takes longer than `seconds`."""
+        return self._outcome.result(seconds)
+
+
+def start(
+    task: Task,
+    protocol: Options | None = None,
+    on: Runtime | None = None,
+    *,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Training:
+    """As `run`, but in the background: returns a handle to the run at once."""
+    not_while_importing()
+    return Training(lambda stop, display: run(task, protocol, on, stop=stop, progress=display, **options), progress)
+
+
+@own_faults()
+def resume(
+    run_dir: Path | str,
+    task: Task | None = None,
+    *,
+    workers: int | None = None,
+    master: str | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    until: str | None = None,
+    seconds: float | None = None,
+    patience: int | None = None,
+    progress: Progress | None = None,
+) -> Result:
+    """Continue a run from its newest checkpoint.
+
+    run_dir: its directory, or the URL of its checkpoints. With a URL, nothing else of the run need be on this machine:
+        a new run directory is made, which holds only the metrics from now on.
+    task: needed if the run was not started by the command line.
+    workers: another number of workers than before.
+    master: for a run on Spark, another cluster than before. An existing session is used as it is.
+    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. A model
+        from before remains the best until a better one is found.
+    """
+    asked_at = time.monotonic()
+    not_while_importing()
+    if isinstance(run_dir, str) and is_url(run_dir):
+        directory = RunDirectory.fetch(HadoopStorage(run_dir))
+    else:
+        directory = RunDirectory.open(Path(run_dir))
+    with directory.lock():
+        config = directory.read_config()
+        if directory.storage is None and config.get("checkpoints"):
+            directory.storage = HadoopStorage(config["checkpoints"])
+        restored = directory.load_checkpoint()
+        if restored is None:
+            where = directory.storage.url if directory.storage is not None else directory.path
+            damage = "".join(f"; {note}" for note in directory.notes)
+            raise UsageError(f"{where} has no checkpoint to continue from: start the run again{damage}")
+        if master is not None:
+            if config["runtime"]["name"] != "spark":
+                raise UsageError(f"master: {directory.path} was not a run on Spark; leave master out")
+            config["runtime"]["master"] = master
+        task, protocol, on, request = _reopen(config, task, workers)
+        request = replace(request, record=False)  # a record begins at the beginning
+        if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
+            request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
+        phases = plan_phases(task, protocol, on, request, restored)
+        progress = progress or make_progress()
+        with Interruption() as interruption:
+            return Execution(
+                phases, protocol, on, request, directory, interruption, asked_at, progress, config["task"]
+            ).run()
+
+
+def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, int]:
+    """Feed a recorded run into fresh machines. Returns the number of events per node, or raises where one differs."""
+    directory = RunDirectory.open(Path(run_dir))
+    files = sorted((directory.path / "record").glob("*.events"))
+    if not files:
+        raise UsageError(f"{directory.path} was not recorded: run it with --record (record=True)")
+    plan = RunPlan.make(*_reopen(directory.read_config(), task, None), None)
+    nodes = {node.name: node for node in plan.nodes}
+    counts = {}
+    for file in files:
+        node = nodes[file.stem.partition("~")[0]]
+        while node.name != file.stem:
+            node = node.successor()
+        counts[file.stem] = replay(file, plan.messages, *plan.build(node))
+    return counts
+
+
+def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> tuple[Task, Options, Runtime, Request]:
+    """The parts of a run, as its run.json describes them."""
+    if task is None:
+        spec = config["task"]
+        if spec.get("spec") is None:
+            raise UsageError(f"the task {spec['name']!r} was not named on a command line: give it as resume(run, task)")
+        task = load_task(spec["spec"], data=Path(spec["data"]) if spec["data"] else None, settings=spec["settings"])
+    protocol = make_protocol(config["protocol"])
+    described = dict(config["runtime"])
+    kinds: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
+    on = kinds[described.pop("name")](workers=workers if workers is not None else config["workers"], **described)
+    return task, protocol, on, Request(**config["request"])

@@ -1,0 +1,3 @@
+"""The command line."""
+
+from tether.cli.app import main as main

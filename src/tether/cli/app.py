@@ -1,0 +1,79 @@
+"""The program `tether`: its commands, the module that has each, and how errors are shown.
+
+A command's module is imported when the command is called.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+
+import typer
+
+from tether.cli.bench import app as benchmarks
+from tether.cli.deferred import Group, defer
+from tether.cli.output import err
+from tether.errors import InternalError, TetherError, UsageError, own_faults
+
+#: by name: the module that has the function of that name, and the line in `tether --help`
+COMMANDS = {
+    "train": ("train", "Train a task and print the result."),
+    "resume": ("train", "Continue a run from its newest checkpoint."),
+    "replay": ("train", "Feed a recorded run into fresh machines and check that they do the same again."),
+    "protocols": ("lists", "List the protocols with their options and defaults."),
+    "tasks": ("lists", "List the built-in tasks with their options and defaults."),
+    "report": ("report", "Draw runs side by side: a table here, an HTML page and a PNG."),
+    "study": ("sweeps", "Simulate error against time over mini-batch size, number of workers and protocol."),
+    "tune": ("sweeps", "Search a protocol's alpha on a small part of the data."),
+    "swarm": ("testing", "Simulate many runs with random clusters and faults, and check every one."),
+    "chaos": ("testing", "Kill, stop and starve real processes, and check that every run survives."),
+    "demo": ("demo", "Compare protocols on a simulated slow network, and train in real processes."),
+}
+
+app = typer.Typer(
+    name="tether",
+    help="Train one PyTorch model on many workers that stay tied to one joint model.",
+    cls=Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _function(module: str, name: str) -> Callable[..., None]:
+    function: Callable[..., None] = getattr(import_module(f"tether.cli.{module}"), name)
+    return function
+
+
+for _name, (_module, _line) in COMMANDS.items():
+    defer(app, _name, _line, partial(_function, _module, _name))
+app.add_typer(benchmarks, name="bench", help="Measure something, as ratios that can be repeated.")
+
+
+def main() -> None:
+    """Run the program. An error is shown in one line; only a fault of Tether itself has a traceback."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with own_faults():
+            app()
+    except UsageError as error:
+        _fail(error, 2)
+    except InternalError as error:
+        cause = traceback.format_exception(error.__cause__) if error.__cause__ is not None else []
+        err.print("".join([*cause, *getattr(error, "__notes__", [])]).rstrip(), highlight=False, markup=False)
+        _fail(error, 1)
+    except TetherError as error:
+        _fail(error, 1)
+
+
+def _fail(error: TetherError, status: int) -> None:
+    err.print(f"tether: {error}", style="red", highlight=False, markup=False)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

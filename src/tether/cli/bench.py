@@ -1,0 +1,66 @@
+"""`tether bench`: every benchmark is a command whose options are the parameters of its function."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import typer
+
+from tether.cli.deferred import Group, defer
+from tether.cli.options import JsonOption
+from tether.cli.output import show_report
+
+#: by name: the line in `tether bench --help`; `tether.bench.NAME` has the function of that name
+BENCHMARKS = {
+    "accuracy": "What more workers on one machine cost in accuracy (GaDei).",
+    "allreduce": "A round of the grid against gloo's allreduce, in processes.",
+    "checkpoint": "What checkpoints cost training.",
+    "cycles": "Errors at equal samples where exchanges are slow, in the simulator.",
+    "grid": "How the grid scales, uses the network and learns, in the simulator.",
+    "mpca": "What the parts of MPCA SGD are worth, in the simulator.",
+    "overhead": "One worker in Tether against a plain PyTorch loop.",
+    "rudra": "Staleness and overlap of the parameter server, in the simulator (Rudra).",
+    "scaleup": "Two workers on one machine against DDP, Hogwild and others (GaDei).",
+    "scaling": "Time to a target error of mpca with 1 to 64 workers, in the simulator.",
+    "sim": "Events per second of the simulator.",
+    "spark": "What exchanges on a Spark cluster cost.",
+    "table2": "Time to a target error of every protocol, in the simulator (MPCA SGD).",
+    "utilization": "How much of their time workers in processes compute under mpca.",
+}
+
+
+class Benchmarks(Group):
+    """The group `tether bench`."""
+
+    kind = "benchmark"
+
+
+def _function(name: str) -> Callable[..., None]:
+    """A benchmark as the function of a command: with the option --json, and printing its report."""
+    from tether.bench.common import list_text
+
+    measure = getattr(import_module(f"tether.bench.{name}"), name)
+
+    def command(as_json: bool, **options: Any) -> None:
+        show_report(measure(**options), as_json)
+
+    signature = inspect.signature(measure, eval_str=True)
+    json_option = inspect.Parameter("as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption)
+    parameters = [
+        # a list is parsed from a text, also where it is the default
+        parameter.replace(default=list_text(parameter.default)) if isinstance(parameter.default, tuple) else parameter
+        for parameter in (*signature.parameters.values(), json_option)
+    ]
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    command.__doc__ = measure.__doc__
+    return command
+
+
+app = typer.Typer(cls=Benchmarks, no_args_is_help=True, pretty_exceptions_enable=False)
+for _name, _line in BENCHMARKS.items():
+    defer(app, _name, _line, partial(_function, _name))

@@ -1,0 +1,66 @@
+"""Protocols, runtimes and settings, built from what the command line says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tether import protocols, tasks
+from tether.core import settings
+from tether.errors import UsageError, unknown
+from tether.protocols import Options
+from tether.runtimes.base import Runtime
+from tether.runtimes.local import Local
+from tether.runtimes.sim.runtime import Sim
+from tether.runtimes.spark.runtime import Spark
+
+RUNTIMES = ("local", "sim", "spark")
+
+
+def protocol_class(name: str) -> type[Options]:
+    """The options of the protocol of that name."""
+    if name not in protocols.known():
+        raise unknown("protocol", name, protocols.known())
+    return protocols.known()[name]
+
+
+def split_settings(texts: list[str], protocol: type[Options], task: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The protocol's settings and the task's; task.NAME is always the task's."""
+    for_protocol: dict[str, str] = {}
+    for_task: dict[str, str] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise UsageError(f"--set {text!r} is not understood; write it like --set tau=10")
+        if name.startswith("task."):
+            for_task[name.removeprefix("task.")] = value
+        elif name in settings.parameters(protocol):
+            for_protocol[name] = value
+        elif name in (of_task := settings.parameters(tasks.find(task)).keys() - {"data"}):
+            for_task[name] = value
+        else:
+            known = [*settings.parameters(protocol), *of_task]
+            raise unknown(f"option of protocol {protocol.name} or task {task}", name, known)
+    return for_protocol, for_task
+
+
+def runtime(on: str, workers: int | None, master: str | None, protocol: Options, only_sim: dict[str, Any]) -> Runtime:
+    """The runtime of that name; `only_sim` are options that only the simulator has."""
+    if on not in RUNTIMES:
+        raise unknown("runtime", on, RUNTIMES)
+    count = workers if workers is not None else protocol.workers_max or 2
+    if on == "sim":
+        return Sim(workers=count, **only_sim)
+    if only_sim:
+        flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
+        raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
+    if on == "spark":
+        return Spark.at(master, count)
+    if master is not None:
+        raise UsageError("--master: only a Spark cluster has that; add --on spark")
+    return Local(workers=count)
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """The options that the user has given."""
+    return {name: value for name, value in options.items() if value is not None}

@@ -1,0 +1,157 @@
+"""`tether train`, `tether resume` and `tether replay`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tether import api, protocols, tasks
+from tether.cli.build import given, protocol_class, runtime, split_settings
+from tether.cli.options import (
+    DataOption,
+    EpochsOption,
+    JsonOption,
+    LatencyOption,
+    LinkOption,
+    MasterOption,
+    ModelBytesOption,
+    PatienceOption,
+    RunArgument,
+    SecondsOption,
+    SeedOption,
+    SetOption,
+    StepSecondsOption,
+    StepsOption,
+    TaskArgument,
+    UntilOption,
+    WorkersOption,
+)
+from tether.cli.output import err, out, show_result
+from tether.core import settings
+from tether.errors import Interrupted
+from tether.runtimes.sim.faults import Faults
+
+
+def train(
+    task: TaskArgument,
+    protocol: Annotated[
+        str | None,
+        typer.Option("--protocol", "-p", help="How workers agree; the one that suits the task unless given."),
+    ] = None,
+    on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
+    workers: WorkersOption = None,
+    master: MasterOption = None,
+    epochs: EpochsOption = None,
+    steps: StepsOption = None,
+    until: UntilOption = None,
+    seconds: SecondsOption = None,
+    patience: PatienceOption = None,
+    warmup: Annotated[
+        str | None, typer.Option(help="Begin with this protocol, such as server, if training is unstable at first.")
+    ] = None,
+    warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
+    set_: SetOption = None,
+    seed: SeedOption = 0,
+    data: DataOption = None,
+    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
+    as_json: JsonOption = False,
+    record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
+    evaluate_every: Annotated[float, typer.Option(help="Epochs between two evaluations.")] = 1.0,
+    checkpoint_seconds: Annotated[
+        float, typer.Option(help="Time between two checkpoints. Use less to lose less when the machine fails.")
+    ] = 30.0,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Keep checkpoints there, such as hdfs://HOST/PATH, so that any machine can resume."
+        ),
+    ] = None,
+    link: LinkOption = None,
+    latency: LatencyOption = None,
+    step_seconds: StepSecondsOption = None,
+    model_bytes: ModelBytesOption = None,
+    faults: Annotated[Path | None, typer.Option(help="sim: a JSON file of faults to inject.")] = None,
+) -> None:
+    """Train a task and print the result."""
+    description = {"name": protocol} if protocol is not None else tasks.find(task).protocol
+    cls = type(protocols.make(description))
+    protocol_settings, task_settings = split_settings(set_ or [], cls, task)
+    chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
+    options = protocols.make({**description, **chosen})
+    built = tasks.load(task, data=data, settings=task_settings)
+    only_sim = given(
+        link=link,
+        latency=latency,
+        step_seconds=step_seconds,
+        model_bytes=model_bytes,
+        faults=Faults.load(faults) if faults else None,
+    )
+    with _result_when_interrupted(as_json):
+        result = api.run(
+            built,
+            options,
+            runtime(on, workers, master, options, only_sim),
+            epochs=epochs,
+            steps=steps,
+            until=until,
+            seconds=seconds,
+            patience=patience,
+            warmup=protocol_class(warmup)() if warmup else None,
+            warmup_epochs=warmup_epochs,
+            seed=seed,
+            run_dir=run_dir,
+            evaluate_every=evaluate_every,
+            checkpoint_seconds=checkpoint_seconds,
+            checkpoints=checkpoints,
+            record=record,
+            task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
+        )
+    show_result(result, as_json)
+
+
+def resume(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of its checkpoints.")],
+    workers: WorkersOption = None,
+    master: MasterOption = None,
+    epochs: EpochsOption = None,
+    steps: StepsOption = None,
+    until: UntilOption = None,
+    seconds: SecondsOption = None,
+    patience: PatienceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a run from its newest checkpoint, with the same or another number of workers."""
+    with _result_when_interrupted(as_json):
+        result = api.resume(
+            run_dir,
+            workers=workers,
+            master=master,
+            epochs=epochs,
+            steps=steps,
+            until=until,
+            seconds=seconds,
+            patience=patience,
+        )
+    show_result(result, as_json)
+
+
+def replay(run_dir: RunArgument) -> None:
+    """Feed a recorded run into fresh machines and check that they do the same again."""
+    for node, events in api.replay_recorded(run_dir).items():
+        out.print(f"{node}: {events} events, the same effects")
+
+
+@contextmanager
+def _result_when_interrupted(as_json: bool) -> Iterator[None]:
+    """An interrupted run prints the result that it has, and how to continue."""
+    try:
+        yield
+    except Interrupted as interrupted:
+        if interrupted.result is not None:
+            show_result(interrupted.result, as_json)
+        err.print(f"tether: {interrupted}", highlight=False, markup=False)
+        raise typer.Exit(130) from None

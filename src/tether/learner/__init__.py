@@ -1,0 +1,1 @@
+"""One replica of the model: reads mini-batches, computes gradients, steps the optimizer."""

@@ -1,0 +1,420 @@
+"""One replica of the model with its data and its optimizer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from tether.core.device import DeviceReplica, to_device
+from tether.core.effects import GradientForm
+from tether.core.machine import GradientResult
+from tether.core.vector import Empty, Shared, Vector, copy_gradient, is_finite
+from tether.core.wire import can_be_packed
+from tether.errors import Diverged, TaskError, TetherError, UsageError
+from tether.learner.guard import Guard
+from tether.learner.optimizer import ELEMENTWISE, FlatRun, OptimizerSplit, adjusted, flatten
+from tether.learner.sparse import LARGE, sparse_embeddings
+from tether.task import Length, Task, cuda_remedy, describe_error, primary_metric, users_code
+
+#: a learner may have this many gradients that are not finite; more, only while they are at most this share of all
+SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
+#: the length that a schedule sees if the learner belongs to no run
+UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
+
+
+class Learner:
+    """Computes gradients, steps the optimizer, and holds the vector that values are installed into.
+
+    If a gradient has a value that is not finite although the loss is finite, the whole gradient counts as zero, and
+    what the pass did to buffers is undone. The learner does that before anything else sees the gradient, so every
+    protocol treats it as any other: a worker that steps by itself makes a step in which only momentum and weight decay
+    act, and a hub that averages or applies gradients gets zeros. Such gradients are counted, and past a limit the run
+    ends.
+
+    With a guard, gradients that are far longer than usual for this learner count as zero too, without a limit.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        batches: Iterator[Any],
+        *,
+        node: str,
+        seed: int,
+        length: Length = UNKNOWN,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+        device: torch.device | None = None,
+        part: tuple[int, int] | None = None,
+        guard: float = 0.0,
+    ) -> None:
+        """`length`: that of the run, for the schedule; `device`: where gradients are computed, if not at the model.
+
+        `part`: an index and a count; the optimizer steps only this part of the vector, and computes no gradients.
+        """
+        self.task = task
+        self.node = node
+        self.model = build_model(task, seed)
+        self._device_replica: DeviceReplica | None = None
+        if device is not None:
+            self.model.to("cpu")
+            self._device_replica = DeviceReplica(self.model, device)
+        self.vector = Vector(self.model, empty, shared)
+        self.weights = self.vector.weights
+        self.parameter_count = self.vector.parameter_count
+        with users_code(task, "optimizer()"):
+            self.optimizer = task.optimizer(self.model)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise TaskError(
+                f"optimizer() of task {type(task).__name__} returned {type(self.optimizer).__name__}: "
+                "return a torch.optim.Optimizer"
+            )
+        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is closure.empty:
+            raise TaskError(
+                f"{type(self.optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
+                "exchange: use an optimizer such as torch.optim.SGD or Adam"
+            )
+        elementwise = type(self.optimizer) in ELEMENTWISE
+        self._embeddings = sparse_embeddings(self.model, self.vector, self.optimizer, flat=elementwise)
+        if self._device_replica is not None:
+            self._device_replica.copy_sparse_flags(self.model)
+        places = list(zip(self.vector.parameters, self.vector.positions, strict=False))
+        # runs of their own, so that a step can use their gradients where backward made them
+        self._large = {start: p for p, start in places if p.numel() >= LARGE}
+        by_rows = {embedding.start: embedding.stop for embedding in self._embeddings}
+        separate = by_rows | {start: start + p.numel() for start, p in self._large.items()}
+        runs = flatten(self.optimizer, self.vector, separate.items())
+        #: whether the optimizer works on runs of the vector
+        self.flat = runs is not None
+        self._split: OptimizerSplit | None = None
+        self._runs = runs or []
+        if part is not None and self.flat:
+            self._split = OptimizerSplit(self.optimizer, self.parameter_count, *part)
+            self._runs = self._split.restrict(self.optimizer, self.vector)
+        #: where in the vector the gradients begin that `step` is given
+        self._gradient_start = self._split.own.start if self._split is not None else 0
+        #: each embedding whose gradients are rows, with its run of the vector and its group of the optimizer
+        self._embedding_runs = [
+            (embedding, run, group)
+            for embedding in self._embeddings
+            for group in self.optimizer.param_groups
+            for run in group["params"]
+            if isinstance(run, FlatRun) and run.start == embedding.start
+        ]
+        self._dense = [(p, self._packed_position(start)) for p, start in places if start not in by_rows]
+        self._empty = empty
+        self._length = length
+        with users_code(task, "scheduler()"):
+            scheduler = task.scheduler(self.optimizer, length)
+        if scheduler is not None and not isinstance(scheduler, LRScheduler):
+            raise TaskError(
+                f"scheduler() of task {type(task).__name__} returned {type(scheduler).__name__}: return a "
+                "torch.optim.lr_scheduler.LRScheduler, or None"
+            )
+        #: follows the evaluations of the joint model, and not the run's position
+        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
+        #: the step of the run that the schedule is at, and the run's position in mini-batches
+        self._scheduled = 0
+        self._position = 0
+        self._has_stepped = False
+        self._batches = batches
+        self._steps = 0
+        self.load_seconds = 0.0
+        self.skipped = 0
+        self.refused = 0
+        self._guard = Guard(guard)
+
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        self._position = position
+        self._batches.seek(batch, upcoming)  # type: ignore[attr-defined]
+
+    def compute(self, form: GradientForm, fresh: bool) -> GradientResult:
+        self._steps += 1
+        self._release()
+        for parameter in self.vector.parameters:
+            parameter.grad = None  # a new gradient that is copied costs half of one that is added to zeros
+        buffers = self.weights[self.parameter_count :].clone()
+        if self._device_replica is None:
+            loss = self._forward_backward(self.model, self.weights.device)
+        else:
+            self._device_replica.load_weights(self.weights)
+            with self._device_replica.on_stream():
+                loss = self._forward_backward(self._device_replica.model, self._device_replica.device)
+            self._device_replica.write_back(self.vector)
+        for embedding in self._embeddings:
+            embedding.collect()
+        gradient, touched = self._gather(form, fresh)
+        values = self._gradient_values(gradient)
+        if not all(is_finite(part) for part in values):
+            self._skip(values)
+            self.weights[self.parameter_count :].copy_(buffers)
+        elif self._guard.refuses(values):
+            self.refused += 1
+            for part in values:
+                part.zero_()
+            self.weights[self.parameter_count :].copy_(buffers)
+        return GradientResult(gradient, loss, self.task.batch_size, touched)
+
+    def _gradient_values(self, gradient: Tensor) -> list[Tensor]:
+        """Every tensor that holds values of the last gradient: the one that is returned, and those a step uses."""
+        rows = [embedding.values for embedding in self._embeddings if embedding.values is not None]
+        if gradient.numel():
+            return [gradient, *rows]
+        stepped = self._runs if self.flat else self.vector.parameters
+        return [*(run.grad for run in stepped if run.grad is not None), *rows]
+
+    def _skip(self, values: list[Tensor]) -> None:
+        """Replace the last gradient by zeros, and end the run if that has happened too often."""
+        for part in values:
+            part.zero_()
+        self.skipped += 1
+        if self.skipped > max(SKIPPED_MIN, SKIPPED_SHARE * self._steps):
+            raise self._error(
+                f"{self.skipped} of its gradients were not finite, although the losses were",
+                "lower the learning rate, or look for what has no derivative in loss(), such as sqrt(0)",
+                Diverged,
+            )
+
+    def _forward_backward(self, model: nn.Module, device: torch.device) -> float:
+        """The loss of the next mini-batch, after a backward pass."""
+        try:
+            began = time.perf_counter()
+            batch = next(self._batches)
+            self.load_seconds += time.perf_counter() - began
+            if device.type != "cpu":
+                batch = to_device(batch, device)
+            loss = self.task.loss(model, batch)
+            if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+        except TetherError:
+            raise
+        except Exception as error:
+            remedy = f"correct the task's data or its loss(){cuda_remedy(error)}"
+            raise self._error(describe_error(self.task, error), remedy) from error
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            if isinstance(loss, Tensor) and loss.numel() == 1:
+                what = "a tensor without a gradient"
+            raise self._error(f"loss() returned {what}", "return a scalar tensor computed from the model's output")
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            remedy = "lower the learning rate, clip gradients or check the data"
+            raise self._error(f"the loss became {value}", remedy, Diverged)
+        return value
+
+    def step(
+        self,
+        gradient: Tensor | None,
+        rate: float,
+        touched: tuple[Tensor, ...] = (),
+        position: int | None = None,
+        staleness: float = 0.0,
+    ) -> None:
+        self._has_stepped = True
+        self._follow_schedule(self._position if position is None else position)
+        own_gradients = [run.grad for run in self._runs]
+        own_rows = [(embedding.touched, embedding.values) for embedding in self._embeddings]
+        if gradient is not None:
+            self._bind_external(gradient.to(self.weights), touched)
+        by_rows = [(embedding, run, group) for embedding, run, group in self._embedding_runs if run.grad is None]
+        with adjusted(self.optimizer, rate, staleness):
+            for embedding, run, group in by_rows:
+                if embedding.lazy:
+                    embedding.step(self.optimizer, group, run)
+                else:
+                    run.grad = embedding.dense_gradient()
+            # an error in torch's own optimizer on a flat vector is an internal one; in any other it is the user's
+            with nullcontext() if self.flat else users_code(self.task, "the optimizer's step()"):
+                self.optimizer.step()
+        for _, run, _ in by_rows:
+            run.grad = None
+        if gradient is not None:
+            for run, own_gradient in zip(self._runs, own_gradients, strict=True):
+                run.grad = own_gradient
+            for embedding, rows in zip(self._embeddings, own_rows, strict=True):
+                embedding.touched, embedding.values = rows
+
+    def _follow_schedule(self, position: int) -> None:
+        """Set the learning rate that the schedule has at the run's position."""
+        if self.scheduler is None:
+            return
+        step = min(position // self._length.workers, self._length.steps - 1)
+        while self._scheduled < step:
+            self._scheduled += 1
+            with warnings.catch_warnings():  # a node that joins late goes through the schedule before it steps
+                warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                with users_code(self.task, "a step of the schedule"):
+                    self.scheduler.step()
+
+    def load_gradient(self, gradient: Tensor) -> None:
+        self.vector.gradient.copy_(gradient)
+        for embedding in self._embeddings:
+            embedding.clear()
+            embedding.nonzero_rows = None
+        self._bind(self.vector.gradient)
+
+    def _gather(self, form: GradientForm, fresh: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The gradient that backward has made, in this form, after all of it is bound for a step."""
+        touched = {
+            embedding.start: embedding.touched for embedding in self._embeddings if embedding.touched is not None
+        }
+        if form == "rows" and 0 < len(touched) == len(self._embeddings):
+            self.vector.gather_buffers()
+            packed = self._pack()
+            self._bind(packed, packed=True)
+            return packed, tuple(touched.values())
+        if fresh and form != "none":
+            self.vector.renew_gradient()
+            for embedding in self._embeddings:
+                embedding.nonzero_rows = None
+        in_place = {start: p.grad for start, p in self._large.items() if p.grad is not None and not p.grad.is_sparse}
+        flat = self.vector.gather_gradient(touched.keys() | in_place.keys() if form == "none" else touched.keys())
+        self._bind(flat)
+        if form == "none":
+            for run in self._runs:
+                if run.start in in_place:
+                    run.grad = in_place[run.start].reshape(-1)
+            return flat[:0], ()
+        for embedding in self._embeddings:
+            embedding.scatter()
+        return flat, ()
+
+    def _pack(self) -> Tensor:
+        """The gradients of the dense parameters and, behind them, those of the touched rows."""
+        rows = [embedding.values.reshape(-1) for embedding in self._embeddings if embedding.values is not None]
+        dense = self._packed_position(self.parameter_count)
+        count = dense + sum(map(len, rows))
+        packed = self._empty(count, dtype=self.weights.dtype, device=self.weights.device)
+        for parameter, start in self._dense:
+            copy_gradient(parameter, packed[start : start + parameter.numel()].view(parameter.shape))
+        if rows:
+            torch.cat(rows, out=packed[dense:])
+        return packed
+
+    def _packed_position(self, position: int) -> int:
+        """Where a position of the vector is in a packed gradient, which has the rows of embeddings behind all else."""
+        return position - sum(e.stop - e.start for e in self._embeddings if e.start < position)
+
+    def _bind(self, gradient: Tensor, packed: bool = False) -> None:
+        """Make this the gradient of the optimizer's runs, except for embeddings whose touched rows are known."""
+        by_rows = {embedding.start for embedding in self._embeddings if embedding.touched is not None}
+        for run in self._runs:
+            start = self._packed_position(run.start) if packed else run.start - self._gradient_start
+            run.grad = None if run.start in by_rows else gradient[start : start + len(run)]
+
+    def _bind_external(self, gradient: Tensor, touched: tuple[Tensor, ...]) -> None:
+        """Bind a gradient that another node computed. It is read where it lies: a copy costs as much as a step."""
+        if not self.flat:
+            raise UsageError(
+                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
+                "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
+                "torch.optim.SGD or Adam"
+            )
+        self._release()
+        position = self._packed_position(self.parameter_count)
+        for embedding, rows in zip(self._embeddings, touched, strict=False):
+            position = embedding.load(rows, gradient, position)
+        self._bind(gradient, packed=bool(touched))
+
+    def _release(self) -> None:
+        """Drop all references to the last gradient, so that its memory can be reused."""
+        for run in self._runs:
+            run.grad = None
+        for embedding in self._embeddings:
+            embedding.clear()
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        if self.plateau is None:
+            return
+        if not metrics:
+            raise self._error(
+                "ReduceLROnPlateau follows what evaluate() returns, and it returned no metrics",
+                "return one, such as error",
+            )
+        with users_code(self.task, "a step of the schedule"):
+            self.plateau.step(metrics[primary_metric(metrics)])
+
+    def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        if not self._has_stepped:
+            return {}
+        optimizer = self.optimizer.state_dict()
+        if self._split is not None and (others := list(others)):
+            parts = [other.get("optimizer", {"state": {}}) for other in others]  # a hub that never stepped has none
+            optimizer = self._split.join_states([optimizer, *parts])
+        state = {"kind": type(self.optimizer).__name__, "optimizer": optimizer}
+        # an optimizer of the user's own may hold anything: training is worth more than its state
+        return copy.deepcopy(state) if can_be_packed(state) else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        own = type(self.optimizer).__name__
+        if "optimizer" not in state or state.get("kind", own) != own:
+            return
+        optimizer = state["optimizer"] if self._split is None else self._split.cut_state(state["optimizer"])
+        if not self._fits(optimizer):
+            return
+        # rates are the task's: where the run is in its schedule follows from its position and its evaluations
+        groups = self.optimizer.state_dict()["param_groups"]
+        kept = copy.deepcopy(optimizer["state"])  # several learners may be given the same state, or one that is lent
+        self.optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        self._has_stepped = True
+
+    def _fits(self, state: dict[str, Any]) -> bool:
+        """Whether this is the state of an optimizer over the same parameters."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        if [group["params"] for group in state["param_groups"]] != [group["params"] for group in groups]:
+            return False
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return all(
+            value.dim() == 0 or not self.flat or value.shape == parameters[number].shape
+            for number, kept in state["state"].items()
+            for value in kept.values()
+            if isinstance(value, Tensor)
+        )
+
+    def _error(self, what: str, remedy: str, kind: type[TaskError] = TaskError) -> TaskError:
+        return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
+
+
+def build_model(task: Task, seed: int) -> nn.Module:
+    """The task's model as every replica of a run starts with it; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        with users_code(task, "model()"):
+            model = task.model()
+    if not isinstance(model, nn.Module):
+        raise TaskError(
+            f"model() of task {type(task).__name__} returned {type(model).__name__}: return a torch.nn.Module"
+        )
+    return model
+
+
+def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
+    """The task's metrics of a model, computed in eval mode and without gradients; restores the modes of the model."""
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), users_code(task, "evaluate()"):
+            metrics = task.evaluate(model)
+    finally:
+        for part, training in modes:
+            part.training = training
+    if not isinstance(metrics, dict):
+        raise TaskError(f"evaluate() of task {type(task).__name__} returned {metrics!r}: return a dict of numbers")
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError):
+        raise TaskError(
+            f"evaluate() of task {type(task).__name__} returned {metrics!r}: values must be numbers"
+        ) from None

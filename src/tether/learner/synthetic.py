@@ -1,0 +1,79 @@
+"""A learner without a model or data, so that thousands of them fit into one simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.core.effects import GradientForm
+from tether.core.machine import GradientResult
+from tether.core.vector import Empty, Shared, shards
+from tether.learner.guard import Guard
+from tether.task import SyntheticTask
+
+
+class SyntheticLearner:
+    """Minimizes the quadratic bowl of a `SyntheticTask` by plain gradient descent."""
+
+    def __init__(
+        self,
+        task: SyntheticTask,
+        *,
+        index: int,
+        seed: int,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+        part: tuple[int, int] | None = None,
+        guard: float = 0.0,
+    ) -> None:
+        self.task = task
+        values = torch.ones(task.parameters)
+        self.weights = values if shared is None else shared.vector(values)
+        self.parameter_count = task.parameters
+        index_of_part, count = part or (0, 1)
+        self._own = self.weights[shards(task.parameters, count)[index_of_part]]
+        self.load_seconds = 0.0
+        self.skipped = 0
+        self.refused = 0
+        self._guard = Guard(guard)
+        self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
+        self._empty = empty
+        self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
+
+    def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
+        """Every mini-batch gives the same bowl."""
+
+    def compute(self, form: GradientForm, fresh: bool) -> GradientResult:
+        if fresh:
+            self._gradient = self._empty(self.parameter_count, dtype=self.weights.dtype)
+        self._gradient.normal_(0.0, self.task.noise, generator=self._noise).add_(self.weights)
+        if self._guard.refuses([self._gradient]):
+            self.refused += 1
+            self._gradient.zero_()
+        returned = self._gradient[:0] if form == "none" else self._gradient
+        return GradientResult(returned, 0.5 * float(self.weights.dot(self.weights)), self.task.batch_size)
+
+    def step(
+        self,
+        gradient: Tensor | None,
+        rate: float,
+        touched: tuple[Tensor, ...] = (),
+        position: int | None = None,
+        staleness: float = 0.0,
+    ) -> None:
+        self._own.sub_(self._gradient if gradient is None else gradient, alpha=self.task.rate * rate)
+
+    def load_gradient(self, gradient: Tensor) -> None:
+        self._gradient.copy_(gradient)
+
+    def observe(self, metrics: dict[str, float]) -> None:
+        """Its rate never changes."""
+
+    def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Plain gradient descent has no state."""

@@ -1,0 +1,1 @@
+"""A cluster simulated in virtual time, in one process."""

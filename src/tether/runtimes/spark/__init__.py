@@ -1,0 +1,1 @@
+"""Nodes as agents that Spark places, supervises and feeds."""
