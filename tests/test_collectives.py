@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -398,20 +398,22 @@ def add_overlapping_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_nobody_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TreeCollectives, "_below", lambda self, members: set())
+    change_below(monkeypatch, lambda node, members: set())
 
 
 def wait_for_the_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    below = TreeCollectives._below
+    change_below(monkeypatch, lambda node, members: collectives._Place(node, members, set()).below)
 
-    def all_below(self: TreeCollectives, members: tuple[str, ...]) -> set[str]:
-        dead, self._dead = self._dead, set()
-        try:
-            return below(self, members)
-        finally:
-            self._dead = dead
 
-    monkeypatch.setattr(TreeCollectives, "_below", all_below)
+def change_below(monkeypatch: pytest.MonkeyPatch, below: Callable[[str, tuple[str, ...]], set[str]]) -> None:
+    place = TreeCollectives._place
+
+    def changed(self: TreeCollectives, members: tuple[str, ...]) -> Any:
+        found = place(self, members)
+        found.below = below(self.node, members)
+        return found
+
+    monkeypatch.setattr(TreeCollectives, "_place", changed)
 
 
 MUTATIONS = [

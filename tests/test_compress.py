@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tether import Averaging, Faults, Local, Server, Sim, Single, StepTime, UsageError
+from tether import Averaging, Faults, Local, Server, Single, StepTime, UsageError
 from tether.analysis.report import table
 from tether.analysis.runs import load_run
 from tether.api import replay_recorded
@@ -37,6 +37,7 @@ from tether.runtimes.interpreter import Interpreter, Recorder, message_bytes
 from tether.runtimes.tree import Down, Up, message_types
 from tether.tasks.digits import Digits
 from tether.testing.conformance import Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 CODES = ("fp16", "bf16", "int8")
 LENGTHS = (0, 1, 2, 255, 256, 1023, 1024, 1025, 2048, 5000)

@@ -25,7 +25,6 @@ from tether import (
     Local,
     Mpca,
     Server,
-    Sim,
     Single,
     TaskError,
     UsageError,
@@ -48,6 +47,7 @@ from tether.runtimes.process.states import StateCollection
 from tether.runtimes.sim.costs import StepTime
 from tether.task import SyntheticTask
 from tether.testing.conformance import Assassin, Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 QUIET = make_progress(quiet=True)
 INLINE = Server(sync="async", apply="inline")

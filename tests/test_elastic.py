@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tether import Elastic, Faults, Local, Sim, StepTime
+from tether import Elastic, Faults, Local, StepTime
 from tether.core.effects import Add, Blend, Compute, Effect, Install, Record, Send, Step
 from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started
 from tether.core.machine import NodeContext, Schedule
@@ -23,6 +23,7 @@ from tether.errors import UsageError
 from tether.protocols.elastic import Ask, Centre, Difference, ElasticHub
 from tether.task import SyntheticTask
 from tether.testing.conformance import Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 MEMBERS = ("hub", "worker-0", "worker-1", "worker-2")
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tether import Averaging, Mpca, Server, Sim, StepTime
+from tether import Averaging, Mpca, Server, StepTime
 from tether.core.effects import Checkpoint
 from tether.core.vector import digest
 from tether.execution.checkpoint import Restored
@@ -18,6 +18,7 @@ from tether.execution.plan import RunPlan
 from tether.protocols import Options
 from tether.runtimes.base import NodeStates, NullObserver
 from tether.testing.conformance import Blobs
+from tether.testing.conformance import CheckedSim as Sim
 
 UNEQUAL = StepTime(0.1, spread=0.5)
 

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, resume
+from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Single, resume
 from tether.api import replay_recorded
 from tether.core.effects import GradientForm
 from tether.core.vector import Vector
@@ -24,6 +24,7 @@ from tether.learner.learner import SKIPPED_MIN, Learner
 from tether.protocols import Options
 from tether.task import Task
 from tether.testing.conformance import Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 QUIET = make_progress(quiet=True)
 PROTOCOLS = [

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tether import Faults, Grid, Local, Sim, StepTime
+from tether import Faults, Grid, Local, StepTime
 from tether.api import replay_recorded, run
 from tether.core.effects import Add, Blend, CancelTimer, Compute, Effect, Fail, Install, Send, SetTimer, Step
 from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested, TimerFired
@@ -35,6 +35,7 @@ from tether.runtimes.base import NullObserver, Outcome
 from tether.runtimes.interpreter import Recorder
 from tether.task import SyntheticTask
 from tether.testing.conformance import Assassin, Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 from tether.testing.swarm import swarm
 
 # ---- places (sections 2.1, 2.2, 6.1.1) ------------------------------------------------------------------------------

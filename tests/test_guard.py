@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tether import Averaging, Elastic, Grid, Mpca, Server, Sim, TaskError, UsageError
+from tether import Averaging, Elastic, Grid, Mpca, Server, TaskError, UsageError
 from tether.learner.guard import GUARD_HISTORY, Guard
 from tether.protocols import Options
 from tether.protocols import make as make_protocol
 from tether.testing.conformance import Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 PROTOCOLS: list[dict[str, Any]] = [
     {"name": "server", "sync": "hard"},

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from test_local import mapped, nothing_is_left
-from tether import Faults, Local, Server, Sim, StepTime
+from tether import Faults, Local, Server, StepTime
 from tether.api import resume, run
 from tether.core.effects import CancelTimer, Checkpoint, Compute, Effect, Evaluate, Finish, Send, SetTimer, Step
 from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested, TimerFired
@@ -28,6 +28,7 @@ from tether.runtimes.base import NullObserver
 from tether.task import SyntheticTask
 from tether.tasks.digits import Digits
 from tether.testing.conformance import Assassin, Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 INLINE = Server(sync="async", apply="inline")
 ENDS = [Evaluate, Checkpoint, Finish]

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
+from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Single, StepTime
 from tether.core.effects import Checkpoint
 from tether.execution.checkpoint import Restored
 from tether.execution.goals import Request
@@ -20,6 +20,7 @@ from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
 from tether.runtimes.base import NodeStates, NullObserver, Outcome
 from tether.task import SyntheticTask
+from tether.testing.conformance import CheckedSim as Sim
 from tether.testing.swarm import BatchRecordingPlan, draw, judge
 
 SAMPLES = 240

@@ -20,7 +20,7 @@ def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def test_the_rate_of_a_nodes_rows_is_bounded_and_their_number_is_still_exact(tmp_path: Path) -> None:
-    sim = Sim(workers=2, step_seconds=0.001, link="100gbit", latency=0.0, checked=False)
+    sim = Sim(workers=2, step_seconds=0.001, link="100gbit", latency=0.0)
     result = train_quietly(SyntheticTask(parameters=4), Server(sync="async"), sim, tmp_path / "run", steps=5_000)
     rows, updates = rows_of(tmp_path / "run", "record"), sum(result.figures["staleness"]["histogram"].values())
     seconds = result.figures["seconds"]

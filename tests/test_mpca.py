@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tether import Faults, Mpca, Sim, StepTime
+from tether import Faults, Mpca, StepTime
 from tether.api import resume
 from tether.core.effects import (
     Blend,
@@ -66,6 +66,7 @@ from tether.protocols.mpca import (
 from tether.runtimes.base import NullObserver, Outcome
 from tether.task import SyntheticTask
 from tether.testing.conformance import Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 FAR = 10**6
 #: so small that pulling by it changes nothing

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from test_protocols import of_kind
-from tether import Faults, Local, RunError, Server, Sim, Single, UsageError, resume, run
+from tether import Faults, Local, RunError, Server, Single, UsageError, resume, run
 from tether.core.effects import Checkpoint, Compute, Effect, Finish, Install, Send, Step
 from tether.core.events import Event, GradientReady, PeerLost, Received, Started, StopRequested
 from tether.core.machine import NodeContext, Schedule
@@ -23,6 +23,7 @@ from tether.protocols.server.messages import GetPart, Mark, Part, Pull, Push, Ro
 from tether.runtimes.base import NullObserver
 from tether.task import SyntheticTask
 from tether.testing.conformance import Assassin, Blobs, largest_difference, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 HARD, ASYNC = Server(hubs=3, rate="none"), Server(sync="async", hubs=3, rate="none")
 #: a vector of 7, without buffers, has parts of 2, 2 and 3

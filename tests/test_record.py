@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from tether import Averaging, Faults, Server, Sim, Single, StepTime
+from tether import Averaging, Faults, Server, Single, StepTime
 from tether.api import replay_recorded
 from tether.core.effects import Compute, Install, Send, Step
 from tether.core.snapshot import snapshot
@@ -21,6 +21,7 @@ from tether.protocols import Options
 from tether.protocols.server.messages import Weights
 from tether.runtimes.record import effects_digest
 from tether.testing.conformance import Blobs, train_quietly
+from tether.testing.conformance import CheckedSim as Sim
 
 SIM = Sim(workers=2, step_seconds=StepTime(0.1, spread=0.5))
 Entry = list[Any]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tether import Averaging, Elastic, Faults, Grid, Length, Mpca, Server, Sim, Single
+from tether import Averaging, Elastic, Faults, Grid, Length, Mpca, Server, Single
 from tether.core.effects import Checkpoint
 from tether.core.machine import Node, Replica
 from tether.errors import RunError
@@ -26,6 +26,7 @@ from tether.protocols import Options
 from tether.runtimes.base import NodeStates, NullObserver
 from tether.runtimes.interpreter import Recorder
 from tether.testing.conformance import Blobs
+from tether.testing.conformance import CheckedSim as Sim
 
 WORKERS = 4
 BATCH = 10

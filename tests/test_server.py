@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import test_protocols
 from test_protocols import gives, gradient, machine, of_kind, started
-from tether import Faults, Server, Sim, StepTime
+from tether import Faults, Server, StepTime
 from tether.core.effects import (
     Broadcast,
     Checkpoint,
@@ -40,6 +40,7 @@ from tether.protocols.server.messages import Current, DowncastArrived, Mark, Pul
 from tether.protocols.server.worker import UNANSWERED_MAX
 from tether.runtimes.base import NullObserver, Outcome
 from tether.task import SyntheticTask
+from tether.testing.conformance import CheckedSim as Sim
 from tether.testing.swarm import simulate
 
 ZEROS = [0.0, 0.0]

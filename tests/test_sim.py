@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single, StepTime
+from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Single, StepTime
 from tether.core.effects import CancelTimer, Compute, Effect, Finish, Send, SetTimer
 from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, TimerFired
 from tether.core.machine import Machine, Node, NodeContext
@@ -27,6 +27,7 @@ from tether.runtimes.base import NullObserver, Outcome
 from tether.runtimes.sim.network import HEADER_BYTES
 from tether.task import SyntheticTask, Task
 from tether.testing.conformance import Blobs
+from tether.testing.conformance import CheckedSim as Sim
 
 #: a parcel of so many values takes exactly one second at 1000 bytes a second
 VALUES = (1000 - HEADER_BYTES) // 4

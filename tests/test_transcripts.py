@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Sim, Single
+from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Single
 from tether.core.effects import Effect
 from tether.core.events import Event
 from tether.core.machine import Node, Replica
@@ -29,6 +29,7 @@ from tether.protocols.server.messages import Mark
 from tether.runtimes.base import NullObserver
 from tether.runtimes.interpreter import Recorder
 from tether.task import SyntheticTask
+from tether.testing.conformance import CheckedSim as Sim
 
 FOLDER = Path(__file__).parent / "transcripts"
 #: of each protocol's variants, those that show what is typical of the others; so many steps can be read

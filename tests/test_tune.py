@@ -29,7 +29,7 @@ from tether.task import Length, SyntheticTask
 from tether.testing.conformance import Blobs
 
 PNG = b"\x89PNG"
-QUICK = Sim(4, checked=False)
+QUICK = Sim(4)
 
 
 def search(alphas: tuple[float, ...], to: Path | None = None, **others: Any) -> Tuning:

@@ -112,7 +112,6 @@ def end_error(cell: Cell) -> float:
         step_seconds=StepTime(STEP_SECONDS, spread=0.05),
         link=LINK,
         model_bytes=round(size),
-        checked=False,
     )
     request = Request(steps=cell.steps, seed=cell.seed, evaluate_every=NEVER, checkpoint_seconds=NEVER, trace=False)
     plan = RunPlan.make(TASKS[cell.task](cell.data), DEFAULTS[cell.label], sim, request, None)

@@ -117,7 +117,7 @@ def _throughput(count: int) -> dict[str, Any]:
     """Samples per second as a share of what as many workers make without exchanges; the time has the final mean too."""
     steps, dimensions = (400, 2) if count <= 256 else (300, 3)
     options = Grid(dimensions=dimensions, steps_per_round="auto" if count <= 256 else 60)
-    sim = Sim(workers=count, step_seconds=STEP_SECONDS, link=LINK, model_bytes=MODEL_BYTES, checked=False)
+    sim = Sim(workers=count, step_seconds=STEP_SECONDS, link=LINK, model_bytes=MODEL_BYTES)
     outcome, rounds = execute(SyntheticTask(), options, sim, Request(steps=steps, trace=False))
     samples = sum(meter.samples for meter in outcome.meters.values())
     each = max(len(ends) for ends in rounds.ended.values())
@@ -132,7 +132,7 @@ def _throughput(count: int) -> dict[str, Any]:
 
 def _network(count: int, dimensions: int) -> dict[str, Any]:
     """The raw allreduce: the least busy direction of any network interface."""
-    sim = Sim(workers=count, link=LINK, latency="0.2ms", model_bytes=MODEL_BYTES, checked=False)
+    sim = Sim(workers=count, link=LINK, latency="0.2ms", model_bytes=MODEL_BYTES)
     options = ExchangeOnly(dimensions=dimensions, rounds_in_flight=5)
     outcome, rounds = execute(SyntheticTask(parameters=1000), options, sim, Request(seconds=1000.0, trace=False))
     capacity = bytes_per_second(LINK) * outcome.seconds

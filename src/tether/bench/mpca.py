@@ -68,7 +68,6 @@ def _phases(name: str, phases: Literal[1, 2, 3], steps: int) -> dict[str, Any]:
         step_seconds=StepTime(workload.step_seconds, spread=0.05),
         link=LINK,
         model_bytes=workload.model_bytes,
-        checked=False,
     )
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory) / "run"

@@ -130,7 +130,6 @@ def reach(trial: Trial) -> dict[str, float]:
         step_seconds=StepTime(workload.step_seconds, spread=0.05, factors=dict(trial.slow)),
         link=LINK,
         model_bytes=workload.model_bytes,
-        checked=False,
         **(PRICE if trial.priced else {}),
     )
     begun = time.perf_counter()

@@ -68,7 +68,6 @@ def demo(
                 link=LINK,
                 step_seconds=STEP_SECONDS,
                 model_bytes=MODEL_BYTES,
-                checked=False,
             ),
             settings={"batch_size": str(BATCH_SIZE)},
             until=f"error<{TARGET}",

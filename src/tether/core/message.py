@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar, cast
+from functools import cache
+from typing import Any, TypeVar, cast, get_args
 
 import msgspec
 from torch import Tensor
@@ -59,16 +60,11 @@ class ReplicaState(Message, frozen=True):
     tensors: list[Tensor]
 
 
-_PLAIN = frozenset((bool, int, float, str, type(None)))
-
-
 def tensors_of(message: Message) -> list[Tensor]:
     """The tensors in a message: its fields, what tuples and lists of tensors hold, and those of messages inside it."""
     found: list[Tensor] = []
-    for name in message.__struct_fields__:
+    for name in _tensor_fields(type(message)):
         value = getattr(message, name)
-        if type(value) in _PLAIN:  # most fields are, and isinstance is slow for tensors
-            continue
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, Message):
@@ -76,6 +72,21 @@ def tensors_of(message: Message) -> list[Tensor]:
         elif isinstance(value, (tuple, list)) and value and isinstance(value[0], Tensor):
             found += value
     return found
+
+
+@cache
+def _tensor_fields(message_type: type[Message]) -> tuple[str, ...]:
+    """The fields of a message that can hold tensors, by their types."""
+    fields = msgspec.structs.fields(message_type)
+    return tuple(field.name for field in fields if _can_hold_tensors(field.type))
+
+
+def _can_hold_tensors(annotation: Any) -> bool:
+    if annotation is Any or isinstance(annotation, TypeVar):
+        return True
+    if isinstance(annotation, type) and issubclass(annotation, Tensor | Message):
+        return True
+    return any(map(_can_hold_tensors, get_args(annotation)))
 
 
 def with_tensors(message: M, tensors: Iterable[Tensor]) -> M:

@@ -30,6 +30,7 @@ This works because a dead name is never used again, and nothing from it arrives 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, Union
 
@@ -149,6 +150,31 @@ class _Incoming:
         return [part for part in self.parts if part is not None]
 
 
+class _Place:
+    """Where a node stands in the tree of a collective's living members."""
+
+    def __init__(self, node: str, members: tuple[str, ...], dead: set[str]) -> None:
+        self.members = members
+        index = members.index(node)
+        #: the nearest living ancestor; the root counts as one even if it is dead
+        self.parent = members[_parent_index(index, members, dead)]
+        #: the living children, including those of dead children
+        self.children: list[str] = []
+        #: every living member below the node
+        self.below: set[str] = set()
+        adopted, further = deque([index]), deque[int]()
+        while adopted:
+            for child in _child_indices(adopted.popleft(), len(members)):
+                (adopted if members[child] in dead else further).append(child)
+                if members[child] not in dead:
+                    self.children.append(members[child])
+        while further:
+            child = further.popleft()
+            further.extend(_child_indices(child, len(members)))
+            if members[child] not in dead:
+                self.below.add(members[child])
+
+
 class TreeCollectives:
     """Broadcast and reduction by messages along the tree."""
 
@@ -170,6 +196,8 @@ class TreeCollectives:
         self._length = length
         self._empty = empty
         self._dead: set[str] = set()
+        #: in the tree of the latest collective, since most have the same members
+        self._latest_place: _Place | None = None
         self._reductions: dict[Tag, _Reduction] = {}
         self._broadcasts: dict[Stream, _Incoming] = {}
         #: the latest closed reduction of each stream
@@ -250,10 +278,11 @@ class TreeCollectives:
 
     def lost(self, peer: str) -> list[Event]:
         latest = [incoming.known() for incoming in self._broadcasts.values()]
-        before = [self._children(downs[0].members) for downs in latest]
+        before = [self._place(downs[0].members).children for downs in latest]
         self._dead.add(peer)
+        self._latest_place = None
         for downs, had in zip(latest, before, strict=True):
-            for child in self._children(downs[0].members):
+            for child in self._place(downs[0].members).children:
                 if child not in had:
                     for down in downs:
                         self._send(child, down)
@@ -262,24 +291,24 @@ class TreeCollectives:
     def _advance(self, tag: Tag) -> list[Event]:
         """At the root close the reduction, elsewhere send its sums up, once everything has arrived that can arrive."""
         reduction = self._reductions[tag]
-        below = self._below(reduction.members)
         if not reduction.contributed:
             return []
+        place = self._place(reduction.members)
+        below = place.below
         if reduction.members[0] == self.node:
             complete = all(below <= part.covered.keys() for part in reduction.sums) and (reduction.sums or not below)
             if not complete and not reduction.cut_short:
                 return []
             self._close(tag)
             return [joined(tag, reduction.members, [(s.total, s.weight, s.covered) for s in reduction.sums])]
-        parent = self._parent(reduction.members)
         for index, part in enumerate(reduction.sums):
             if part.sent is None and below <= part.covered.keys():
                 assert part.total is not None
                 parts = len(reduction.sums)
                 part.sent = Up(tag, reduction.members, part.total, part.weight, part.covered, index, parts)
-            if part.sent is not None and part.parent != parent:
-                part.parent = parent
-                self._send(parent, part.sent)
+            if part.sent is not None and part.parent != place.parent:
+                part.parent = place.parent
+                self._send(place.parent, part.sent)
         return []
 
     def _is_closed(self, tag: Tag) -> bool:
@@ -293,40 +322,21 @@ class TreeCollectives:
             self._reductions = {open_: kept for open_, kept in self._reductions.items() if not self._is_closed(open_)}
 
     def _pass_down(self, down: Down[Any]) -> None:
-        for child in self._children(down.members):
+        for child in self._place(down.members).children:
             self._send(child, down)
 
-    def _parent(self, members: tuple[str, ...]) -> str:
-        """The nearest living ancestor; the root counts as one even if it is dead."""
-        index = members.index(self.node)
-        while index > 0:
-            index = max(0, index - 2) if len(members) <= CHAINS_MAX else (index - 1) // 2
-            if members[index] not in self._dead:
-                break
-        return members[index]
+    def _place(self, members: tuple[str, ...]) -> _Place:
+        if self._latest_place is None or self._latest_place.members != members:
+            self._latest_place = _Place(self.node, members, self._dead)
+        return self._latest_place
 
-    def _children(self, members: tuple[str, ...]) -> list[str]:
-        """The living children, including those of dead children."""
-        found: list[str] = []
-        open_ = [members.index(self.node)]
-        while open_:
-            for child in _child_indices(open_.pop(0), len(members)):
-                if members[child] in self._dead:
-                    open_.append(child)
-                else:
-                    found.append(members[child])
-        return found
 
-    def _below(self, members: tuple[str, ...]) -> set[str]:
-        """Every living member below this one."""
-        found: set[str] = set()
-        open_ = [members.index(self.node)]
-        while open_:
-            for child in _child_indices(open_.pop(), len(members)):
-                open_.append(child)
-                if members[child] not in self._dead:
-                    found.add(members[child])
-        return found
+def _parent_index(index: int, members: tuple[str, ...], dead: set[str]) -> int:
+    while index > 0:
+        index = max(0, index - 2) if len(members) <= CHAINS_MAX else (index - 1) // 2
+        if members[index] not in dead:
+            break
+    return index
 
 
 def _child_indices(index: int, count: int) -> range:

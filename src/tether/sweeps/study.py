@@ -104,7 +104,7 @@ class Settings:
         return Server(**{"rate": "1/n" if n else "sqrt", **chosen, **how})
 
     def sim(self, workers: int, step_seconds: float) -> Sim:
-        return Sim(workers, self.link, self.latency, step_seconds, self.model_bytes, checked=False)
+        return Sim(workers, self.link, self.latency, step_seconds, self.model_bytes)
 
     def load(self, mu: int) -> Task:
         """The task with mini-batches of mu."""

@@ -10,7 +10,7 @@ import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,20 @@ from tether.runtimes.sim.runtime import Sim
 from tether.task import Task
 
 
+@dataclass(frozen=True)
+class CheckedSim(Sim):
+    """A simulated cluster that checks invariants after every event and tensors after every transfer."""
+
+    checked: bool = True
+
+
 def check_protocol(options: Options, directory: Path) -> None:
     """Check the promises that every protocol makes, in the simulator.
 
     A run reaches its goal, learns, repeats bit for bit, replays, stops at a target, resumes, and survives faults.
     """
     workers = options.workers_max or 4
-    uneven = Sim(workers=workers, step_seconds=StepTime(0.1, spread=0.5), link="10mbit")
+    uneven = CheckedSim(workers=workers, step_seconds=StepTime(0.1, spread=0.5), link="10mbit")
     recorded = not options.shares
     first = train_quietly(Blobs(), options, uneven, directory / "first", steps=40, record=recorded)
     assert first.figures["steps"] == 40, f"made {first.figures['steps']} steps of 40"

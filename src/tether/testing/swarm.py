@@ -120,6 +120,7 @@ class Scenario(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
             detect_seconds=cluster.detect_seconds,
             # the busiest of 400 seeds needs 27 events for a worker's step
             events_max=5_000 + 60 * max(cluster.workers) * self.steps,
+            checked=True,
         )
 
     @staticmethod

@@ -7,6 +7,7 @@ A message occupies the sender's interface for bytes/bandwidth, in the order of s
 from __future__ import annotations
 
 import zlib
+from collections import defaultdict
 from typing import Any, Protocol
 
 from tether.core.compress import Packed
@@ -48,7 +49,7 @@ class Network:
         self._timeline = timeline
         self._costs = costs
         self._checked = checked
-        self._interfaces: dict[str, _Interface] = {}
+        self._interfaces: defaultdict[str, _Interface] = defaultdict(_Interface)
         #: by sender and receiver, as are the next two: closed while the link is cut
         self._cuts: dict[tuple[str, str], Gate] = {}
         #: when the head of the last message reaches the receiver
@@ -84,7 +85,8 @@ class Network:
         interface = self._interface(sender.node)
         start = max(timeline.now, interface.out_free)
         interface.out_free = start + duration
-        sender.tracer.span("out", f"{_label(message)} to {receiver.node.name}", start, start + duration)
+        if sender.tracer.enabled:
+            sender.tracer.span("out", f"{_label(message)} to {receiver.node.name}", start, start + duration)
         head = start + self._costs.latency_seconds
         if self._delays:  # messages of one link stay in order
             head = self._last_head[pair] = max(self._last_head.get(pair, 0.0), head + self._extra_latency(pair))
@@ -106,7 +108,8 @@ class Network:
         interface = self._interface(receiver.node)
         start = max(self._timeline.now, interface.in_free)
         interface.in_free = start + duration
-        receiver.tracer.span("in", f"{_label(message)} from {sender.node.name}", start, start + duration)
+        if receiver.tracer.enabled:
+            receiver.tracer.span("in", f"{_label(message)} from {sender.node.name}", start, start + duration)
         self._timeline.at(interface.in_free, self._deliver, sender, receiver, message, checksum, sent_at)
 
     def _deliver(self, sender: Endpoint, receiver: Endpoint, message: Message, checksum: int, sent_at: float) -> None:
@@ -119,7 +122,7 @@ class Network:
         receiver.deliver(Received(sender.node.name, message))
 
     def _interface(self, node: Node) -> _Interface:
-        return self._interfaces.setdefault(node.host or node.name, _Interface())
+        return self._interfaces[node.host or node.name]
 
 
 class _Interface:

@@ -31,8 +31,8 @@ class Sim:
     exchange_seconds: str | float = 0.0
     exchange_rate: str | float | None = None
     faults: Faults = field(default_factory=Faults)
-    #: check invariants after every event and tensors after every transfer
-    checked: bool = True
+    #: check invariants after every event and tensors after every transfer, for tests of protocols: twice the work
+    checked: bool = False
     #: how long it takes until the other nodes learn of a death
     detect_seconds: float = 0.5
     #: stop with an error after this many events since the last fault struck or healed; 0 is never

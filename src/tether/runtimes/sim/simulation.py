@@ -2,8 +2,8 @@
 
 Gradients are real and charged with modelled compute time; every host has a full-duplex network interface with bandwidth
 and latency. Events are handled in the order of (time, sequence number) and all randomness comes from the run's seed, so
-a run repeats bit for bit. After every event the node's invariants are checked, and every tensor is checksummed when it
-is sent and when it is delivered.
+a run repeats bit for bit. Tests also have the node's invariants checked after every event, and every tensor checksummed
+when it is sent and when it is delivered.
 """
 
 from __future__ import annotations
