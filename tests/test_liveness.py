@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
@@ -207,24 +207,17 @@ def test_a_fork_server_that_never_responds_is_replaced_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is stopped before it can do anything, each time."""
+
+    class Stopped(ForkServer):
+        def __init__(self, log: IO[bytes] | None) -> None:
+            super().__init__(log)
+            os.kill(self._process.pid, signal.SIGSTOP)
+
     monkeypatch.setattr(local_launcher, "START_SECONDS", 1.0)
-    over = threading.Event()
-
-    def stop_children() -> None:
-        while not over.wait(0.01):
-            for pid in descendants(os.getpid()).values():
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGSTOP)
-
-    stopper = threading.Thread(target=stop_children)
-    stopper.start()
-    try:
-        watcher = Assassin([], 0)
-        with pytest.raises(NodesLost, match="the fork server has not responded for 1 s"):
-            trained(Blobs(), Averaging(), Local(2, restarts=1), tmp_path / "run", watcher, steps=10)
-    finally:
-        over.set()
-        stopper.join()
+    monkeypatch.setattr(local_launcher, "ForkServer", Stopped)
+    watcher = Assassin([], 0)
+    with pytest.raises(NodesLost, match="the fork server has not responded for 1 s"):
+        trained(Blobs(), Averaging(), Local(2, restarts=1), tmp_path / "run", watcher, steps=10)
     assert len([text for _, text in watcher.notes if "resuming from" in text]) == 1 and nothing_is_left()
 
 
