@@ -246,6 +246,7 @@ class Interpreter:
                 self.host.drain()
                 others = [unpack_tree(part.values, part.tensors) for part in parts]
                 self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state(others))
+                self.tracer.span("compute", "checkpoint", now, self.host.now())
             case Fail(reason=reason, lost=lost):
                 raise NodesLost(reason) if lost else UsageError(reason)
             case Finish(reason=reason):
