@@ -31,7 +31,7 @@ from tether.errors import WireError
 from tether.execution.plan import RunPlan
 from tether.protocols import Options
 from tether.protocols.averaging import ROUND, Effort, Joint
-from tether.protocols.mpca import tag_of
+from tether.protocols.circulation import tag_of
 from tether.protocols.server.messages import Mark, Push, Weights
 from tether.runtimes.interpreter import Interpreter, Recorder, message_bytes
 from tether.runtimes.tree import Down, Up, message_types

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Spark
+from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Spark, Tide
 from tether.core.message import Message, ReplicaState
-from tether.protocols import Options, known, mpca
+from tether.protocols import Options, known, mpca, tide
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
 from tether.protocols.grid import messages as grid
@@ -85,7 +85,13 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         grid.Holdings(2, (3, 5), (7,)),
         grid.Tally(3),
     ],
-    Mpca: [mpca.Projected(2, 7, 0.05, 0.1, torch.arange(3.0)), mpca.AreYouThere(), mpca.Here()],
+    Mpca: [mpca.Projected(2, 7, 0.1, torch.arange(3.0), alpha=0.05), mpca.AreYouThere(), mpca.Here()],
+    Tide: [
+        tide.Joint(2, 7, 0.1, torch.arange(3.0), steps={"worker-0": 5}),
+        tide.Moved(2, 7, 0.25),
+        tide.AreYouThere(),
+        tide.Here(),
+    ],
 }
 
 

@@ -50,19 +50,9 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.execution.progress import make_progress
+from tether.protocols.circulation import PATIENCE, SHARDS_MAX, tag_of, timer_of
 from tether.protocols.ledger import DEALING, More
-from tether.protocols.mpca import (
-    PATIENCE,
-    PULL,
-    SHARDS_MAX,
-    AreYouThere,
-    Here,
-    MpcaHub,
-    MpcaWorker,
-    Projected,
-    tag_of,
-    timer_of,
-)
+from tether.protocols.mpca import PULL, AreYouThere, Here, MpcaHub, MpcaWorker, Projected
 from tether.runtimes.base import NullObserver, Outcome
 from tether.task import SyntheticTask
 from tether.testing.conformance import Blobs, train_quietly
@@ -308,7 +298,7 @@ class WorkerAlone:
 
     def broadcast(self, shard: int, cycle: int, alpha: float, values: Tensor | None = None) -> list[Effect]:
         values = self.target[self.cut[shard]].clone() if values is None else values
-        projected = Projected(shard, cycle, alpha, self.step_seconds, values)
+        projected = Projected(shard, cycle, self.step_seconds, values, alpha=alpha)
         return self.feed(Broadcasted(tag_of(shard, 0).stream, members_of(2), projected))
 
     def feed(self, event: Event) -> list[Effect]:
@@ -341,7 +331,7 @@ def test_the_workers_of_a_new_run_begin_at_once() -> None:
     assert [type(effect) for effect in worker.handle(Started(members_of(2)), 0.0)] == [Compute]
     effects = worker.handle(GradientReady(torch.ones(7), 1.0, 16, 0.1), 0.1)
     assert [type(effect) for effect in effects] == [Step, Compute], "nothing pulls where nothing was told yet"
-    projected = Projected(0, 0, 0.25, 0.0, numbers(2, 2))
+    projected = Projected(0, 0, 0.0, numbers(2, 2), alpha=0.25)
     (contribution,) = worker.handle(Broadcasted(tag_of(0, 0).stream, members_of(2), projected), 0.15)
     assert isinstance(contribution, Reduce) and (contribution.weight, contribution.steps) == (1.0, 1)
     assert len(of_kind(worker.handle(GradientReady(torch.ones(7), 1.0, 16, 0.1), 0.2), Blend)) == 1
@@ -361,9 +351,7 @@ def test_who_has_not_begun_yet_does_not_send_the_same_shard_round_without_end() 
     worker = MpcaWorker(dataclasses.replace(context, node=context.node.successor()), options)
     worker.handle(Started(members_of(2)), 0.0)
     first, again = (
-        worker.handle(
-            Broadcasted(tag_of(2, 0).stream, members_of(2), Projected(2, cycle, 0.0, 0.1, numbers(2, 3))), 0.01
-        )
+        worker.handle(Broadcasted(tag_of(2, 0).stream, members_of(2), Projected(2, cycle, 0.1, numbers(2, 3))), 0.01)
         for cycle in (4, 5)
     )
     assert [type(effect) for effect in first] == [Reduce], "it holds nobody up"
@@ -958,11 +946,11 @@ def test_whoever_dies_or_comes_cycles_go_on_and_who_comes_begins_with_the_joint_
     cycles = list(world.hub.cycles)
     for _ in range(40 * len(world.cut) * len(world.machines)):
         possible = world.possible()
-        told = world.machines[last]._targets[:]
+        told = world.machines[last]._received[:]
         was_running = world.machines[last].running
         world.happen(chance.choice(possible))
         if world.machines[last].running and not was_running:
-            told = [b if a is None else a for a, b in zip(told, world.machines[last]._targets, strict=True)]
+            told = [b if a is None else a for a, b in zip(told, world.machines[last]._received, strict=True)]
             assert torch.equal(world.vectors[last], torch.cat(told))
     assert world.machines[last].running and world.made[last] > 0
     assert all(now > then + 1 for now, then in zip(world.hub.cycles, cycles, strict=True)), "a shard stands still"

@@ -22,7 +22,7 @@ if _TYPE_CHECKING:
         UsageError,
         WireError,
     )
-    from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single
+    from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Tide
     from tether.runtimes.local import Local
     from tether.runtimes.sim.costs import StepTime
     from tether.runtimes.sim.faults import Faults
@@ -46,7 +46,7 @@ _PUBLIC = {
         "UsageError",
         "WireError",
     ),
-    "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single"),
+    "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Tide"),
     "tether.runtimes.local": ("Local",),
     "tether.runtimes.sim.costs": ("StepTime",),
     "tether.runtimes.sim.faults": ("Faults",),
@@ -77,6 +77,7 @@ __all__ = [
     "Task",
     "TaskError",
     "TetherError",
+    "Tide",
     "Training",
     "UsageError",
     "WireError",
