@@ -18,7 +18,7 @@ from tether.core.units import bytes_per_second
 from tether.errors import unknown
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
-from tether.protocols import Averaging, Elastic, Grid, Mpca, Options
+from tether.protocols import Averaging, Elastic, Grid, Mpca, Options, Tide
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.runtime import Sim
 from tether.sweeps.sweep import EvaluatingObserver
@@ -27,7 +27,13 @@ from tether.tasks.cifar import Cifar
 from tether.tasks.fashion import Fashion
 
 TASKS: dict[str, Callable[[Path | None], Task]] = {"fashion": Fashion, "cifar": Cifar}
-DEFAULTS: dict[str, Options] = {"averaging": Averaging(), "elastic": Elastic(), "mpca": Mpca(), "grid": Grid()}
+DEFAULTS: dict[str, Options] = {
+    "averaging": Averaging(),
+    "elastic": Elastic(),
+    "mpca": Mpca(),
+    "grid": Grid(),
+    "tide": Tide(),
+}
 LINK = "1gbit"
 STEP_SECONDS = 0.1
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from tether.bench.common import NEVER, in_parallel, run_quietly
-from tether.protocols import Averaging, Elastic, Mpca, Options, Server, Single
+from tether.protocols import Averaging, Elastic, Mpca, Options, Server, Single, Tide
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.runtime import Sim
 from tether.tasks.fashion import Fashion
@@ -60,6 +60,7 @@ def _protocols(averaging: int, elastic: int, mpca: Mpca) -> dict[str, Options]:
         "mpca auto": Mpca(),
         "elastic auto": Elastic(),
         "diloco": Averaging(tau=averaging, outer="nesterov"),
+        "tide": Tide(),
     }
 
 
