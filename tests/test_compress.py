@@ -20,7 +20,7 @@ from tether.analysis.report import table
 from tether.analysis.runs import load_run
 from tether.api import replay_recorded
 from tether.core import message
-from tether.core.compress import BLOCK, Compressor, Packed, Stream, decode, encode, unpack
+from tether.core.compress import BLOCK, Compressor, FeedbackKey, Packed, decode, encode, unpack
 from tether.core.effects import Broadcast, Effect, Reduce, Send
 from tether.core.events import Broadcasted, Event, PeerLost, Received, TimerFired
 from tether.core.machine import Node, Replica
@@ -42,8 +42,8 @@ from tether.testing.conformance import CheckedSim as Sim
 CODES = ("fp16", "bf16", "int8")
 LENGTHS = (0, 1, 2, 255, 256, 1023, 1024, 1025, 2048, 5000)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-TO_HUB = Stream("hub", "Push")
-TO_ALL = Stream("", "broadcasts of joint")
+TO_HUB = FeedbackKey("hub", "Push")
+TO_ALL = FeedbackKey("", "broadcasts of joint")
 
 
 class Wide(Blobs):
@@ -185,9 +185,9 @@ def pack(code: str, message: Message) -> Packed[Any]:
     return packed
 
 
-def sent(compressor: Compressor, stream: Stream, values: Tensor) -> Tensor:
+def sent(compressor: Compressor, key: FeedbackKey, values: Tensor) -> Tensor:
     """What the receiver gets."""
-    packed = compressor.pack(stream, Weights(0, values))
+    packed = compressor.pack(key, Weights(0, values))
     assert isinstance(packed, Packed)
     (found,) = tensors_of(unpack(packed))
     return found
@@ -220,11 +220,11 @@ def test_the_sum_of_what_arrives_is_the_sum_of_what_was_sent_to_within_a_step(
     assert not ((alone - meant).abs() <= largest).all(), "the test could not tell feedback from none"
 
 
-def test_streams_and_peers_do_not_mix_their_losses() -> None:
+def test_lanes_and_peers_do_not_mix_their_losses() -> None:
     compressor, values = Compressor("int8"), vector(2000)
     first = sent(compressor, TO_HUB, values)
-    assert torch.equal(sent(compressor, Stream("worker-1", "Push"), values), first)
-    assert torch.equal(sent(compressor, Stream("hub", "Weights"), values), first)
+    assert torch.equal(sent(compressor, FeedbackKey("worker-1", "Push"), values), first)
+    assert torch.equal(sent(compressor, FeedbackKey("hub", "Weights"), values), first)
     assert not torch.equal(sent(compressor, TO_HUB, values), first)
 
 
@@ -240,7 +240,7 @@ def test_fields_of_a_message_do_not_mix_their_losses() -> None:
 def test_losses_of_a_lost_peer_are_dropped() -> None:
     compressor, values = Compressor("int8"), vector(2000)
     first = sent(compressor, TO_HUB, values)
-    sent(compressor, Stream("worker-1", "Push"), values)
+    sent(compressor, FeedbackKey("worker-1", "Push"), values)
     compressor.forget("worker-1")
     assert not torch.equal(sent(compressor, TO_HUB, values), first)
     compressor.forget("hub")

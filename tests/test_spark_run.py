@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tether import Averaging, Elastic, Grid, Mpca, Server, Spark, UsageError, resume, run
-from tether.core.compress import Compressor, Stream
+from tether.core.compress import Compressor, FeedbackKey
 from tether.core.effects import Reduce
 from tether.core.events import Broadcasted, Event, Reduced
 from tether.core.machine import Node
@@ -585,7 +585,7 @@ class Offerer:
         compressor = Compressor(code) if code != "none" else None
 
         def outgoing(_: str, message: Message) -> Message:
-            return compressor.pack(Stream("", "reductions"), message) if compressor else message
+            return compressor.pack(FeedbackKey("", "reductions"), message) if compressor else message
 
         self._offers = SparkCollectives(node, lambda to, message: None, outgoing=outgoing)
         self._number = itertools.count()
@@ -653,7 +653,7 @@ def test_a_large_offer_comes_in_parts_with_its_buffers_as_they_are(code: str) ->
     compressor = Compressor(code, parameters, len(vector)) if code != "none" else None
 
     def outgoing(_: str, message: Any) -> Message:
-        return compressor.pack(Stream("", f"{message.part}"), message) if compressor else message
+        return compressor.pack(FeedbackKey("", f"{message.part}"), message) if compressor else message
 
     sent: list[Any] = []
     offers = SparkCollectives(

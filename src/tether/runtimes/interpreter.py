@@ -17,8 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tether.core import compress
-from tether.core.compress import Compressor, Packed, unpack
+from tether.core.compress import Compressor, FeedbackKey, Packed, unpack
 from tether.core.effects import (
     Add,
     Blend,
@@ -292,10 +291,10 @@ class Interpreter:
 
     def _pack(self, compressor: Compressor, to: str, message: Message) -> Message:
         if isinstance(message, CollectiveMessage):
-            stream = compress.Stream("", message.lane)
+            key = FeedbackKey("", message.lane)
         else:
-            stream = compress.Stream(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
-        packed = compressor.pack(stream, message)
+            key = FeedbackKey(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
+        packed = compressor.pack(key, message)
         self.meter.bytes_saved = round((compressor.raw_bytes - compressor.packed_bytes) * self.host.bytes_scale)
         self.meter.squared_error = compressor.squared_error
         self.meter.squared_values = compressor.squared_values

@@ -31,8 +31,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from tether.core import compress
-from tether.core.compress import Compressor, Packed, code_of, unpack
+from tether.core.compress import Compressor, FeedbackKey, Packed, code_of, unpack
 from tether.core.effects import Broadcast, Reduce
 from tether.core.events import Broadcasted, Event, Reduced
 from tether.core.message import Message, Stream, Tag
@@ -397,10 +396,10 @@ def _encoded(run: str, code: _Code, total: Contribution) -> Contribution | Packe
     if run not in _compressors:
         _compressors.clear()
         _compressors[run] = {}
-    stream = f"{total.tag.stream} {total.part}"
-    compressor = _compressors[run].setdefault((stream, code), Compressor(code.name, code.encoded, code.length))
-    link = compress.Stream("the next of the tree", stream)
-    return cast(Contribution | Packed[Contribution], compressor.pack(link, total))
+    lane = f"{total.tag.stream} {total.part}"
+    compressor = _compressors[run].setdefault((lane, code), Compressor(code.name, code.encoded, code.length))
+    key = FeedbackKey("the next of the tree", lane)
+    return cast(Contribution | Packed[Contribution], compressor.pack(key, total))
 
 
 def _unpickled_sum(run: str, fields: tuple[Tag, float, dict[str, int], int], arrays: list[tuple[str, Any]]) -> Sum:
