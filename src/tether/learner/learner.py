@@ -315,12 +315,12 @@ class Learner:
             run.grad = None if run.start in by_rows else gradient[start : start + len(run)]
 
     def _bind_external(self, gradient: Tensor, touched: tuple[Tensor, ...]) -> None:
-        """Bind a gradient that another node computed. It is read where it lies: a copy costs as much as a step."""
+        """Bind a gradient that the machine hands over. It is read where it lies: a copy costs as much as a step."""
         if not self.flat:
             raise UsageError(
-                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
-                "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
-                "torch.optim.SGD or Adam"
+                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot step with a flat "
+                "gradient: use an optimizer such as torch.optim.SGD or Adam, or a protocol in which workers step with "
+                "their own gradients"
             )
         self._release()
         position = self._packed_position(self.parameter_count)

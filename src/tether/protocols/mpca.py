@@ -138,7 +138,9 @@ class Mpca(Options):
     gamma: float = option(0.7, "how many cycles ahead the joint model is projected")
     delta: float = option(0.8, "how much of the joint model's velocity is kept from cycle to cycle")
     penalty: Literal["displace", "gradient"] = option(
-        "displace", "pull by moving the model before every gradient, or as part of the gradient"
+        "displace",
+        "pull by moving the model before every gradient, or as part of the gradient, which needs an elementwise "
+        "optimizer",
     )
     weighted: bool = option(True, "weight a worker by the steps it made; otherwise all workers count equally")
     shards: int | None = option(None, "how many shards the model is cut into; by default the number of phases")
@@ -192,6 +194,10 @@ class Mpca(Options):
             cls(phases=2, shards=5, gamma=0.0),
             cls(penalty="gradient", weighted=False, alpha=0.02),
         )
+
+    @property
+    def needs_elementwise(self) -> bool:
+        return self.penalty == "gradient"
 
     def machine(self, context: NodeContext) -> Machine:
         return MpcaHub(context, self) if context.node.role == "hub" else MpcaWorker(context, self)
