@@ -34,6 +34,7 @@ from tether.protocols.averaging import ROUND, Effort, Joint
 from tether.protocols.mpca import tag_of
 from tether.protocols.server.messages import Mark, Push, Weights
 from tether.runtimes.interpreter import Interpreter, Recorder, message_bytes
+from tether.runtimes.spark.collectives import Total
 from tether.runtimes.tree import Down, Up, message_types
 from tether.tasks.digits import Digits
 from tether.testing.conformance import Blobs, train_quietly
@@ -456,6 +457,12 @@ def test_a_broadcast_is_encoded_once_also_for_an_orphan() -> None:
     assert 0 < meter.relative_error < 0.02
     (_, again), *_ = hub.perform(Broadcast(message.Stream("joint"), members, Joint(1, vector(3000), {}, 0)))
     assert not torch.equal(values_in(again), values_in(one[1])), "the second makes up for what the first lost"
+
+
+def test_a_collective_message_without_a_lane_travels_as_it_is() -> None:
+    total = Total(Tag(ROUND, 0), vector(3000), 1.0, {"worker-0": 1})
+    ((_, sent),) = Told("hub").perform(Send("worker-0", total))
+    assert sent is total
 
 
 def test_a_partial_sum_is_encoded_once_also_for_a_new_parent() -> None:

@@ -30,6 +30,10 @@ class CollectiveMessage(Message, frozen=True):
         """What it is part of, for the trace and for errors."""
         raise NotImplementedError
 
+
+class CompressibleMessage(CollectiveMessage, frozen=True):
+    """A collective message that is encoded in a run that compresses; others travel as they are."""
+
     @property
     def lane(self) -> str:
         """Messages of one lane follow each other: the rounding error of one is added to the next."""

@@ -44,7 +44,7 @@ from tether.core.trace import Meter, RowLimit, Tracer
 from tether.core.vector import Empty
 from tether.core.wire import pack_tree, payload_bytes, unpack_tree
 from tether.errors import NodesLost, UsageError, WireError
-from tether.runtimes.collectives import CollectiveMessage, Collectives
+from tether.runtimes.collectives import CollectiveMessage, Collectives, CompressibleMessage
 from tether.runtimes.tree import TreeCollectives
 
 T = TypeVar("T")
@@ -290,10 +290,13 @@ class Interpreter:
         return message
 
     def _pack(self, compressor: Compressor, to: str, message: Message) -> Message:
-        if isinstance(message, CollectiveMessage):
-            key = FeedbackKey("", message.lane)
-        else:
-            key = FeedbackKey(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
+        match message:
+            case CompressibleMessage(lane=lane):
+                key = FeedbackKey("", lane)
+            case CollectiveMessage():
+                return message
+            case _:
+                key = FeedbackKey(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
         packed = compressor.pack(key, message)
         self.meter.bytes_saved = round((compressor.raw_bytes - compressor.packed_bytes) * self.host.bytes_scale)
         self.meter.squared_error = compressor.squared_error

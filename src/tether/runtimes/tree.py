@@ -42,7 +42,7 @@ from tether.core.effects import Broadcast, Reduce
 from tether.core.events import Broadcasted, Event
 from tether.core.message import Message, Stream, Tag
 from tether.core.vector import Empty
-from tether.runtimes.collectives import CollectiveMessage, joined, weighted
+from tether.runtimes.collectives import CompressibleMessage, joined, weighted
 
 #: the most members that form two chains instead of a binary tree
 CHAINS_MAX = 17
@@ -52,7 +52,7 @@ PARTS_MAX = 8
 M = TypeVar("M")
 
 
-class Up(CollectiveMessage, frozen=True):
+class Up(CompressibleMessage, frozen=True):
     """A partial sum, or a part of it, on its way to the root."""
 
     tag: Tag
@@ -73,7 +73,7 @@ class Up(CollectiveMessage, frozen=True):
         return f"reductions of {self.tag.stream} {self.part}"
 
 
-class Down(CollectiveMessage, Generic[M], frozen=True):
+class Down(CompressibleMessage, Generic[M], frozen=True):
     """A broadcast, or a part of it, on its way from the root, with the latest closed reduction of each stream."""
 
     stream: Stream

@@ -38,7 +38,7 @@ from tether.core.message import Message, Stream, Tag
 from tether.core.vector import Empty
 from tether.core.wire import Codec, Frame
 from tether.errors import RunError, WireError
-from tether.runtimes.collectives import CollectiveMessage, weighted
+from tether.runtimes.collectives import CollectiveMessage, CompressibleMessage, weighted
 from tether.runtimes.process.control import DRIVER
 from tether.runtimes.process.link import Opener, enveloped
 from tether.runtimes.process.node import NodeProcess
@@ -65,7 +65,7 @@ class Offered(Message, frozen=True):
     parts: int
 
 
-class Contribution(CollectiveMessage, frozen=True):
+class Contribution(CompressibleMessage, frozen=True):
     """Agent to task, and task to task: the sum of some members' contributions to a reduction, or one part of it."""
 
     tag: Tag
@@ -85,15 +85,19 @@ class Contribution(CollectiveMessage, frozen=True):
 
 
 class Total(CollectiveMessage, frozen=True):
-    """Driver to root: the result of a reduction. No member contributed if `steps` is empty."""
+    """Driver to root, in full precision: the result of a reduction. No member contributed if `steps` is empty."""
 
     tag: Tag
     values: Tensor
     weight: float
     steps: dict[str, int]
 
+    @property
+    def title(self) -> str:
+        return f"reduction of {self.tag}"
 
-class Announcement(CollectiveMessage, Generic[M], frozen=True):
+
+class Announcement(CompressibleMessage, Generic[M], frozen=True):
     """Root to driver, and driver to all agents: a broadcast."""
 
     stream: Stream
