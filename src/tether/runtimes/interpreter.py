@@ -44,7 +44,7 @@ from tether.core.trace import Meter, RowLimit, Tracer
 from tether.core.vector import Empty
 from tether.core.wire import pack_tree, payload_bytes, unpack_tree
 from tether.errors import NodesLost, UsageError, WireError
-from tether.runtimes.collectives import CollectiveMessage, Collectives, CompressibleMessage
+from tether.runtimes.collectives import CollectiveContext, CollectiveMessage, CompressibleMessage, MakeCollectives
 from tether.runtimes.tree import TreeCollectives
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class Interpreter:
         checked: bool = False,
         compress: str = "none",
         empty: Empty = torch.empty,
-        collectives: Callable[..., Collectives] = TreeCollectives,
+        collectives: MakeCollectives = TreeCollectives,
     ) -> None:
         """`empty` allocates the tensors that the node sends; `collectives` carry out broadcasts and reductions."""
         self.node = node
@@ -127,8 +127,16 @@ class Interpreter:
         self.finished = False
         self._rows = RowLimit()
         self._empty = empty
-        self.collectives: Collectives = collectives(
-            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty, self._outgoing
+        self.collectives = collectives(
+            CollectiveContext(
+                node=node,
+                send=self._send,
+                bytes_scale=host.bytes_scale,
+                parameter_count=replica.parameter_count,
+                length=len(replica.weights),
+                empty=empty,
+                outgoing=self._outgoing,
+            )
         )
         self._recorder = recorder
         self._checked = checked
