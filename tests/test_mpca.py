@@ -50,6 +50,7 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.execution.progress import make_progress
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.ledger import DEALING, More
 from tether.protocols.mpca import (
     PATIENCE,
@@ -64,7 +65,6 @@ from tether.protocols.mpca import (
     timer_of,
 )
 from tether.runtimes.base import NullObserver, Outcome
-from tether.task import SyntheticTask
 from tether.testing.conformance import Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
 

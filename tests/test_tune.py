@@ -21,11 +21,12 @@ from tether import Averaging, Elastic, Local, Sim, tasks
 from tether.analysis.sweep_plots import alpha_png
 from tether.cli import app as cli
 from tether.errors import TaskError, UsageError
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Mpca
 from tether.protocols.elastic import ElasticHub
 from tether.sweeps import sweep, tune
 from tether.sweeps.tune import Point, Tuning, parse_alphas, reduced
-from tether.task import Length, SyntheticTask
+from tether.task import Length
 from tether.testing.conformance import Blobs
 
 PNG = b"\x89PNG"

@@ -18,8 +18,8 @@ import typer
 from tether.bench.common import Report, Rounds, median_ratio, sizes
 from tether.bench.grid import ExchangeOnly, execute
 from tether.execution.goals import Request
+from tether.learner.synthetic import SyntheticTask
 from tether.runtimes.local import Local
-from tether.task import SyntheticTask
 
 #: float32
 VALUES_PER_MB = 250_000

@@ -25,13 +25,14 @@ from tether.core.vector import Vector
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.learner.learner import build_model, evaluate
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Grid, Options, Single
 from tether.protocols.grid.node import GridNode
 from tether.runtimes.base import NullObserver, Outcome, Runtime
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.faults import Faults
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask, Task
+from tether.task import Task
 
 STEP_SECONDS = 0.66
 LINK = "1.24gbit"

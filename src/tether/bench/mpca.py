@@ -13,10 +13,10 @@ from tether.analysis.runs import load_run
 from tether.bench.common import FashionData, Report, Seeds, Target, run_quietly
 from tether.bench.workloads import LINK, WORKLOADS, Trial, reach_all
 from tether.core.units import bytes_per_second
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Mpca
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask
 
 WORKLOAD = "resnet-152"
 WORKERS = 8

@@ -17,13 +17,12 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.learner.data import Batches, Prefetched
 from tether.learner.learner import Learner
-from tether.learner.synthetic import SyntheticLearner
+from tether.learner.synthetic import SyntheticLearner, SyntheticTask
 from tether.protocols import DEALING, Options, known
 from tether.runtimes.base import Runtime
 from tether.runtimes.record import EventLog
 from tether.task import (
     Length,
-    SyntheticTask,
     Task,
     check_batch,
     check_can_travel,
