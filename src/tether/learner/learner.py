@@ -19,7 +19,7 @@ from tether.core.device import DeviceReplica, to_device
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
 from tether.core.vector import Empty, Shared, Vector, copy_gradient, is_finite
-from tether.core.wire import can_be_packed
+from tether.core.wire import can_be_packed, pack_tree, unpack_tree
 from tether.errors import Diverged, TaskError, TetherError, UsageError
 from tether.learner.guard import Guard
 from tether.learner.optimizer import ELEMENTWISE, FlatRun, OptimizerSplit, adjusted, flatten
@@ -355,7 +355,17 @@ class Learner:
             optimizer = self._split.join_states([optimizer, *parts])
         state = {"kind": type(self.optimizer).__name__, "optimizer": optimizer}
         # an optimizer of the user's own may hold anything: training is worth more than its state
-        return copy.deepcopy(state) if can_be_packed(state) else {}
+        if not can_be_packed(state):
+            return {}
+        tensors: list[Tensor] = []
+        values = pack_tree(state, tensors)
+        # copied to where it can be lent, so that sending it copies nothing
+        copied: dict[str, Any] = unpack_tree(values, [self._copied(tensor) for tensor in tensors])
+        return copied
+
+    def _copied(self, values: Tensor) -> Tensor:
+        copied = self._empty(values.numel(), dtype=values.dtype, device=values.device)
+        return copied.view(values.shape).copy_(values.detach())
 
     def restore(self, state: dict[str, Any]) -> None:
         own = type(self.optimizer).__name__
