@@ -51,7 +51,7 @@ def allreduce(
 
 
 def _gloo(workers: int, values: int, seconds: float) -> float:
-    """The median seconds of torch's all_reduce in as many processes."""
+    """The median seconds of torch's all_reduce in the same number of processes."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:

@@ -115,7 +115,7 @@ def execute(task: Task, options: Options, runtime: Runtime, request: Request) ->
 
 
 def _throughput(count: int) -> dict[str, Any]:
-    """Samples per second as a share of what as many workers make without exchanges; the time has the final mean too."""
+    """Samples per second over those of the same workers without exchanges; the time includes the final mean."""
     steps, dimensions = (400, 2) if count <= 256 else (300, 3)
     options = Grid(dimensions=dimensions, steps_per_round="auto" if count <= 256 else 60)
     sim = Sim(workers=count, step_seconds=STEP_SECONDS, link=LINK, model_bytes=MODEL_BYTES)

@@ -33,8 +33,8 @@ def mpca(
 ) -> Report:
     """Time to a target error with and without extrapolation and weights, and how well 1 to 3 phases use the hub's link.
 
-    All of it in the simulator: extrapolation and weights (figures 10a and 10c of the MPCA SGD paper) on its ResNet-152,
-    phases (figures 5 to 8) on all of its workloads.
+    All of it runs in the simulator: extrapolation and weights (figures 10a and 10c of the MPCA SGD paper) on its
+    ResNet-152, phases (figures 5 to 8) on all of its workloads.
     """
     half_speed = tuple((f"worker-{index}", 2.0) for index in range(3))
     variants: dict[str, tuple[Mpca, tuple[tuple[str, float], ...]]] = {

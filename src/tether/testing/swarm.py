@@ -396,7 +396,7 @@ def judge(scenario: Scenario) -> Verdict:
                 again, _ = play(scenario, Path(directory) / "two")
                 if digest(again.weights) != digest(outcome.weights):
                     raise RunError("a second run with the same seed gave another model")
-    except Exception as error:  # any exception of a protocol is a bug of it
+    except Exception as error:  # any exception from a protocol is a bug in it
         return Verdict(scenario, error=f"{type(error).__name__}: {error}")
     return verdict
 
