@@ -362,7 +362,7 @@ WRONG = [
     ("train bad.py:BadMetrics --on sim", "return a dict of numbers"),
     ("train bad.py:FailingMetrics --on sim", "evaluate() failed: ZeroDivisionError"),
     ("train bad.py:NeedsClosure --on sim", "LBFGS calls the loss itself"),
-    ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
+    ("train bad.py:NeedsShapes --on sim --protocol server", "averaging, elastic, grid, mpca, single"),
     ("resume nowhere", "is not a run directory"),
     ("report nowhere", "nowhere"),
     (

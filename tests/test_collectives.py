@@ -20,6 +20,7 @@ from tether.core.events import Broadcasted, Event, Reduced
 from tether.core.message import Message, Stream, Tag
 from tether.protocols.averaging import ROUND
 from tether.runtimes import tree as collectives
+from tether.runtimes.collectives import CollectiveContext
 from tether.runtimes.tree import Down, TreeCollectives, Up
 
 SEEDS = range(600)
@@ -58,7 +59,7 @@ class Peer:
         self.lost: set[str] = set()
         self.heard: list[int] = []
         self.open: Broadcasted | None = None
-        self.part = TreeCollectives(name, self.send, network.scale)
+        self.part = TreeCollectives(CollectiveContext(name, self.send, network.scale))
 
     def send(self, to: str, message: Message) -> None:
         if to not in self.lost:
@@ -269,7 +270,7 @@ def test_nothing_is_kept_of_a_reduction_after_the_next_broadcast_whoever_dies() 
 def test_the_root_may_close_a_reduction_with_what_has_come() -> None:
     sent: list[tuple[str, Any]] = []
     members = ("root", "w0", "w1", "w2")  # w2 is below w0
-    root = TreeCollectives("root", lambda to, message: sent.append((to, message)))
+    root = TreeCollectives(CollectiveContext("root", lambda to, message: sent.append((to, message))))
     assert root.reduce(Reduce(Tag(Stream("r"), 7), members)) == []
     assert root.receive(Up(Tag(Stream("r"), 7), members, torch.full((2,), 6.0), 3.0, {"w1": 5})) == []
     (closed,) = root.reduce(Reduce(Tag(Stream("r"), 7), ("root",)))
@@ -281,7 +282,7 @@ def test_the_root_may_close_a_reduction_with_what_has_come() -> None:
 
 def test_whoever_was_away_for_long_forgets_what_was_closed_meanwhile() -> None:
     members = ("root", "w0", "w1")
-    member = TreeCollectives("w0", lambda to, message: None)
+    member = TreeCollectives(CollectiveContext("w0", lambda to, message: None))
     for number in (1, 2):
         member.reduce(Reduce(Tag(Stream("r"), number), members, torch.ones(2), 1.0))
         member.reduce(Reduce(Tag(Stream("other"), number), members, torch.ones(2), 1.0))
@@ -297,8 +298,8 @@ def test_a_member_that_was_spared_a_broadcast_still_hears_what_was_closed() -> N
     members = ("root", "a", "b", "c")  # c is a child of a
     sent: list[tuple[str, Any]] = []
     root, c = (
-        TreeCollectives("root", lambda to, message: sent.append((to, message))),
-        TreeCollectives("c", lambda *_: None),
+        TreeCollectives(CollectiveContext("root", lambda to, message: sent.append((to, message)))),
+        TreeCollectives(CollectiveContext("c", lambda *_: None)),
     )
     c.reduce(Reduce(Tag(Stream("r"), 0), members, torch.ones(2), 1.0))
     for covers in ({"a": 0, "c": 0}, {"b": 0}):
@@ -320,7 +321,7 @@ def test_a_message_travels_along_a_tree_and_not_from_the_root_to_all() -> None:
 
 def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_round() -> None:
     told: list[tuple[str, Any]] = []
-    member = TreeCollectives("b", lambda to, message: told.append((to, message)))
+    member = TreeCollectives(CollectiveContext("b", lambda to, message: told.append((to, message))))
     members = ("a", "b", "c", "d")
 
     def down(number: int) -> Down[Note]:
@@ -335,7 +336,7 @@ def test_a_later_broadcast_supersedes_an_earlier_one_but_never_the_other_way_rou
 
 def test_a_sum_goes_up_once_to_each_parent() -> None:
     told: list[tuple[str, Any]] = []
-    member = TreeCollectives("d", lambda to, message: told.append((to, message)))
+    member = TreeCollectives(CollectiveContext("d", lambda to, message: told.append((to, message))))
     member.reduce(Reduce(Tag(Stream("r"), 0), ("a", "b", "c", "d", "e"), torch.ones(2), weight=3.0))
     assert [to for to, _ in told] == ["b"]
     member.lost("c"), member.lost("e")
@@ -347,7 +348,7 @@ def test_a_sum_goes_up_once_to_each_parent() -> None:
 
 
 def test_a_vector_s_buffers_are_a_part_of_their_own_however_many_there_are() -> None:
-    node = TreeCollectives("a", lambda *_: None, bytes_scale=LARGE, parameter_count=SIZE, length=2 * SIZE + 1)
+    node = TreeCollectives(CollectiveContext("a", lambda *_: None, LARGE, parameter_count=SIZE, length=2 * SIZE + 1))
     whole = torch.arange(2 * SIZE + 1.0)
     assert [len(part) for part in node._cut(whole)] == [*[SIZE // PARTS] * PARTS, SIZE + 1]
     assert [len(part) for part in node._cut(whole[SIZE:])] == [SIZE + 1]
@@ -355,13 +356,13 @@ def test_a_vector_s_buffers_are_a_part_of_their_own_however_many_there_are() -> 
 
 
 def test_streams_are_independent_of_each_other() -> None:
-    member = TreeCollectives("b", lambda to, message: None)
+    member = TreeCollectives(CollectiveContext("b", lambda to, message: None))
     for stream in (Stream("one"), Stream("two")):
         assert len(member.receive(Down(stream, 0, ("a", "b"), (), note(0)))) == 1
 
 
 def test_nobody_left_gives_a_sum_of_weight_zero() -> None:
-    root = TreeCollectives("root", lambda to, message: None)
+    root = TreeCollectives(CollectiveContext("root", lambda to, message: None))
     assert root.reduce(Reduce(Tag(Stream("r"), 0), ("root", "w0"))) == []
     assert root.lost("w0") == [Reduced(Tag(Stream("r"), 0), None, 0.0, ())]
     assert root.reduce(Reduce(Tag(Stream("alone"), 0), ("root",))) == [Reduced(Tag(Stream("alone"), 0), None, 0.0, ())]
@@ -433,7 +434,7 @@ def test_a_planted_bug_is_found(mutate: Any, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_an_older_broadcast_of_another_stream_does_not_make_closed_reductions_forgotten() -> None:
     members = ("root", "b", "c", "d")
-    b = TreeCollectives("b", lambda *_: None)
+    b = TreeCollectives(CollectiveContext("b", lambda *_: None))
     b.receive(Down(Stream("two"), 5, members, (Tag(Stream("r"), 0),), note(5)))
     b.receive(Down(Stream("one"), 2, members, (), note(2)))
     b.receive(Up(Tag(Stream("r"), 0), members, torch.ones(2), 1.0, {"d": 0}))

@@ -20,7 +20,7 @@ from tether.analysis.report import table
 from tether.analysis.runs import load_run
 from tether.api import replay_recorded
 from tether.core import message
-from tether.core.compress import BLOCK, Compressor, Packed, Stream, decode, encode, unpack
+from tether.core.compress import BLOCK, Compressor, FeedbackKey, Packed, decode, encode, unpack
 from tether.core.effects import Broadcast, Effect, Reduce, Send
 from tether.core.events import Broadcasted, Event, PeerLost, Received, TimerFired
 from tether.core.machine import Node, Replica
@@ -34,6 +34,7 @@ from tether.protocols.averaging import ROUND, Effort, Joint
 from tether.protocols.circulation import tag_of
 from tether.protocols.server.messages import Mark, Push, Weights
 from tether.runtimes.interpreter import Interpreter, Recorder, message_bytes
+from tether.runtimes.spark.collectives import Total
 from tether.runtimes.tree import Down, Up, message_types
 from tether.tasks.digits import Digits
 from tether.testing.conformance import Blobs, train_quietly
@@ -42,8 +43,8 @@ from tether.testing.conformance import CheckedSim as Sim
 CODES = ("fp16", "bf16", "int8")
 LENGTHS = (0, 1, 2, 255, 256, 1023, 1024, 1025, 2048, 5000)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-TO_HUB = Stream("hub", "Push")
-TO_ALL = Stream("", "broadcasts of joint")
+TO_HUB = FeedbackKey("hub", "Push")
+TO_ALL = FeedbackKey("", "broadcasts of joint")
 
 
 class Wide(Blobs):
@@ -185,9 +186,9 @@ def pack(code: str, message: Message) -> Packed[Any]:
     return packed
 
 
-def sent(compressor: Compressor, stream: Stream, values: Tensor) -> Tensor:
+def sent(compressor: Compressor, key: FeedbackKey, values: Tensor) -> Tensor:
     """What the receiver gets."""
-    packed = compressor.pack(stream, Weights(0, values))
+    packed = compressor.pack(key, Weights(0, values))
     assert isinstance(packed, Packed)
     (found,) = tensors_of(unpack(packed))
     return found
@@ -220,11 +221,11 @@ def test_the_sum_of_what_arrives_is_the_sum_of_what_was_sent_to_within_a_step(
     assert not ((alone - meant).abs() <= largest).all(), "the test could not tell feedback from none"
 
 
-def test_streams_and_peers_do_not_mix_their_losses() -> None:
+def test_lanes_and_peers_do_not_mix_their_losses() -> None:
     compressor, values = Compressor("int8"), vector(2000)
     first = sent(compressor, TO_HUB, values)
-    assert torch.equal(sent(compressor, Stream("worker-1", "Push"), values), first)
-    assert torch.equal(sent(compressor, Stream("hub", "Weights"), values), first)
+    assert torch.equal(sent(compressor, FeedbackKey("worker-1", "Push"), values), first)
+    assert torch.equal(sent(compressor, FeedbackKey("hub", "Weights"), values), first)
     assert not torch.equal(sent(compressor, TO_HUB, values), first)
 
 
@@ -240,7 +241,7 @@ def test_fields_of_a_message_do_not_mix_their_losses() -> None:
 def test_losses_of_a_lost_peer_are_dropped() -> None:
     compressor, values = Compressor("int8"), vector(2000)
     first = sent(compressor, TO_HUB, values)
-    sent(compressor, Stream("worker-1", "Push"), values)
+    sent(compressor, FeedbackKey("worker-1", "Push"), values)
     compressor.forget("worker-1")
     assert not torch.equal(sent(compressor, TO_HUB, values), first)
     compressor.forget("hub")
@@ -456,6 +457,12 @@ def test_a_broadcast_is_encoded_once_also_for_an_orphan() -> None:
     assert 0 < meter.relative_error < 0.02
     (_, again), *_ = hub.perform(Broadcast(message.Stream("joint"), members, Joint(1, vector(3000), {}, 0)))
     assert not torch.equal(values_in(again), values_in(one[1])), "the second makes up for what the first lost"
+
+
+def test_a_collective_message_without_a_lane_travels_as_it_is() -> None:
+    total = Total(Tag(ROUND, 0), vector(3000), 1.0, {"worker-0": 1})
+    ((_, sent),) = Told("hub").perform(Send("worker-0", total))
+    assert sent is total
 
 
 def test_a_partial_sum_is_encoded_once_also_for_a_new_parent() -> None:

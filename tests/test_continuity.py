@@ -37,6 +37,7 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.execution.progress import make_progress
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Options
 from tether.runtimes.base import NullObserver, Observer, Outcome, Plan
 from tether.runtimes.process.driver import Driver
@@ -45,7 +46,6 @@ from tether.runtimes.process.local_launcher import LocalLauncher
 from tether.runtimes.process.spec import NodeSpec
 from tether.runtimes.process.states import StateCollection
 from tether.runtimes.sim.costs import StepTime
-from tether.task import SyntheticTask
 from tether.testing.conformance import Assassin, Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
 

@@ -20,8 +20,8 @@ from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Recei
 from tether.core.machine import NodeContext, Schedule
 from tether.core.snapshot import Snapshot
 from tether.errors import UsageError
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.elastic import Ask, Centre, Difference, ElasticHub
-from tether.task import SyntheticTask
 from tether.testing.conformance import Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
 

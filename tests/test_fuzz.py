@@ -23,7 +23,7 @@ import torch
 from mutate import mutations
 from test_conformance import EXAMPLES
 from tether.core import settings
-from tether.core.compress import Compressor, Packed, Stream, unpack
+from tether.core.compress import Compressor, FeedbackKey, Packed, unpack
 from tether.core.machine import Node
 from tether.core.message import Message, Tag
 from tether.core.trace import Meter
@@ -172,7 +172,7 @@ def test_damaged_messages_that_are_compressed_are_refused(code: str, count: int)
     sizes = (300, 3000, 3100)
     packed = [
         compressor.pack(
-            Stream("hub", f"{size}"), Up(Tag(ROUND, 3), (), torch.randn(size, generator=draw), 1.0, {"a": 3})
+            FeedbackKey("hub", f"{size}"), Up(Tag(ROUND, 3), (), torch.randn(size, generator=draw), 1.0, {"a": 3})
         )
         for size in sizes
     ]

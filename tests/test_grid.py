@@ -27,13 +27,13 @@ from tether.core.snapshot import Snapshot
 from tether.errors import InvariantBroken, UsageError
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.grid.geometry import lines, lines_of, places, rearranged, sides
 from tether.protocols.grid.messages import Config, Mean, Open, Ready, RequestVote, Slice, Vote, Welcome
 from tether.protocols.grid.node import GridNode
 from tether.protocols.grid.rounds import STAND_IN_ROUNDS, LatestValues
 from tether.runtimes.base import NullObserver, Outcome
 from tether.runtimes.interpreter import Recorder
-from tether.task import SyntheticTask
 from tether.testing.conformance import Assassin, Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
 from tether.testing.swarm import swarm

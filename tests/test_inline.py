@@ -22,10 +22,10 @@ from tether.errors import UsageError
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.execution.progress import make_progress
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.server.inline import HALT_SECONDS, TALLY_SECONDS, InlineHub, InlineWorker
 from tether.protocols.server.messages import Halt, Mark, Push, Tally
 from tether.runtimes.base import NullObserver
-from tether.task import SyntheticTask
 from tether.tasks.digits import Digits
 from tether.testing.conformance import Assassin, Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim

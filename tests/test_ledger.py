@@ -16,10 +16,10 @@ from tether.core.effects import Checkpoint
 from tether.execution.checkpoint import Restored
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Options, known
 from tether.protocols.ledger import Spans
 from tether.runtimes.base import NodeStates, NullObserver, Outcome
-from tether.task import SyntheticTask
 from tether.testing.conformance import CheckedSim as Sim
 from tether.testing.swarm import BatchRecordingPlan, draw, judge
 

@@ -21,15 +21,17 @@ import zmq
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.core.message import Message
 from tether.core.vector import raw_bytes
 from tether.core.wire import Codec
 from tether.errors import WireError
+from tether.learner.learner import Learner
 from tether.runtimes.process.handshake import Keys
 from tether.runtimes.process.link import Inbox, Outbox, address
 from tether.runtimes.process.memory import LOANS_MAX, SHARED_BYTES_MIN, Loan, Memory, PeerMemory
+from tether.testing.conformance import Blobs
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="regions are files that only Linux has"),
@@ -396,6 +398,7 @@ import torch
 from test_memory import COUNT, Values
 from tether.runtimes.process.link import Inbox, Outbox
 from tether.runtimes.process.memory import Memory
+from tether.testing.conformance import Blobs
 directory = Path(sys.argv[1])
 context = zmq.Context()
 inbox = Inbox(context, directory, "child", [Values])
@@ -494,3 +497,25 @@ def test_who_shares_the_directory_is_lent_memory_although_it_has_an_address(tmp_
         outbox.send("peer", Values(0, (values,)))
         _, message = inbox.receive()
         assert isinstance(message, Values) and memory.is_lent(values)
+
+
+class Square(Blobs):
+    """One layer that is large enough to be lent, with momentum."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, COUNT)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_the_state_of_an_optimizer_is_copied_once_to_where_it_can_be_lent(tmp_path: Path) -> None:
+    memory = Memory(tmp_path, "owner")
+    learner = Learner(Square(), iter(()), node="worker-0", seed=0, empty=memory.empty)
+    learner.step(torch.ones(learner.parameter_count), 1.0)
+    (momentum,) = (kept["momentum_buffer"] for kept in learner.state()["optimizer"]["state"].values())
+    before = memory.used_bytes
+    lent(memory, "reader", momentum)
+    assert memory.used_bytes == before, "sending it has copied it again"
+    learner.step(torch.ones(learner.parameter_count), 1.0)
+    assert torch.equal(momentum, torch.ones_like(momentum)), "a later step has changed it"

@@ -10,7 +10,7 @@ import pytest
 
 from tether import Averaging, Local, Server, Sim
 from tether.core.trace import ROWS_AT_FIRST, ROWS_PER_SECOND
-from tether.task import SyntheticTask
+from tether.learner.synthetic import SyntheticTask
 from tether.testing.conformance import train_quietly
 
 

@@ -50,11 +50,11 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.execution.progress import make_progress
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.circulation import PATIENCE, SHARDS_MAX, tag_of, timer_of
 from tether.protocols.ledger import DEALING, More
 from tether.protocols.mpca import PULL, AreYouThere, Here, MpcaHub, MpcaWorker, Projected
 from tether.runtimes.base import NullObserver, Outcome
-from tether.task import SyntheticTask
 from tether.testing.conformance import Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
 

@@ -19,9 +19,9 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.execution.progress import make_progress
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.server.messages import GetPart, Mark, Part, Pull, Push, Round, Weights
 from tether.runtimes.base import NullObserver
-from tether.task import SyntheticTask
 from tether.testing.conformance import Assassin, Blobs, largest_difference, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
 

@@ -37,7 +37,7 @@ from tether import (
 from tether.core.trace import Meter
 from tether.core.vector import Vector, digest
 from tether.execution.progress import FollowedProgress, Progress, make_progress
-from tether.protocols import Options
+from tether.protocols import Options, known
 from tether.task import Length
 from tether.testing.conformance import Assassin, Blobs, largest_difference, train_quietly
 
@@ -284,6 +284,29 @@ class Stray(Blobs):
 def test_a_parameter_outside_the_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match="make it part of what model"):
         train_quietly(Stray(), Single(), Sim(1), tmp_path / "run", steps=1)
+
+
+class Shaped(Blobs):
+    """Its optimizer needs the shapes of the parameters."""
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.Adafactor(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("options", [options for kind in known().values() for options in kind.variants()], ids=str)
+def test_any_optimizer_trains_where_workers_step_with_their_own_gradients(options: Options, tmp_path: Path) -> None:
+    sim = Sim(options.workers_max or 4)
+    if options.needs_elementwise:
+        with pytest.raises(UsageError, match=r"Adafactor cannot step .* by default averaging, elastic, grid, mpca, s"):
+            train_quietly(Shaped(), options, sim, tmp_path / "run", steps=4)
+    else:
+        assert train_quietly(Shaped(), options, sim, tmp_path / "run", steps=4).figures["steps"] == 4
+
+
+def test_only_a_hub_that_steps_and_a_penalty_in_the_gradient_need_an_elementwise_optimizer() -> None:
+    assert Server().needs_elementwise and Mpca(penalty="gradient").needs_elementwise
+    others = [Server(sync="async", apply="inline"), *(kind() for kind in known().values() if kind is not Server)]
+    assert not any(options.needs_elementwise for options in others)
 
 
 class Unlearning(Task):

@@ -36,10 +36,10 @@ from tether.core.snapshot import snapshot
 from tether.errors import InvariantBroken, UsageError
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols.server.messages import Current, DowncastArrived, Mark, Pull, Push, Refused, Weights
 from tether.protocols.server.worker import UNANSWERED_MAX
 from tether.runtimes.base import NullObserver, Outcome
-from tether.task import SyntheticTask
 from tether.testing.conformance import CheckedSim as Sim
 from tether.testing.swarm import simulate
 

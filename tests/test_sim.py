@@ -22,10 +22,11 @@ from tether.core.vector import digest
 from tether.errors import InvariantBroken, NodesLost, RunError, Stalled, UsageError
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Options
 from tether.runtimes.base import NullObserver, Outcome
 from tether.runtimes.sim.network import HEADER_BYTES
-from tether.task import SyntheticTask, Task
+from tether.task import Task
 from tether.testing.conformance import Blobs
 from tether.testing.conformance import CheckedSim as Sim
 

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 import torch
 
-from tether import Averaging, Elastic, Grid, Mpca, Server, Spark, UsageError, resume, run
-from tether.core.compress import Compressor, Stream
+from tether import Averaging, Elastic, Grid, Mpca, Server, Spark, Tide, UsageError, resume, run
+from tether.core.compress import Compressor, FeedbackKey
 from tether.core.effects import Reduce
 from tether.core.events import Broadcasted, Event, Reduced
 from tether.core.machine import Node
@@ -35,6 +35,7 @@ from tether.execution.plan import RunPlan
 from tether.execution.progress import Progress, make_progress
 from tether.protocols import Options
 from tether.protocols.averaging import ROUND
+from tether.runtimes.collectives import CollectiveContext
 from tether.runtimes.process.handshake import Keys, authenticate
 from tether.runtimes.process.launcher import NodeExited, NodeStarted
 from tether.runtimes.process.memory import Memory, PeerMemory
@@ -114,7 +115,7 @@ def train(spark: Any, protocol: Options, directory: Path, progress: Progress | N
     return run(load("digits"), protocol, Spark(spark, 3), run_dir=directory / "run", progress=quiet, **goal)
 
 
-@pytest.mark.parametrize("protocol", [Mpca(compress="int8"), Elastic()], ids=str)
+@pytest.mark.parametrize("protocol", [Mpca(compress="int8"), Elastic(), Tide()], ids=str)
 def test_digits_are_learned_on_three_executors(spark: Any, protocol: Options, tmp_path: Path) -> None:
     result = train(spark, protocol, tmp_path, epochs=10)
     assert result.metrics["error"] < 0.06 and result.figures["runtime"] == "spark"
@@ -516,7 +517,7 @@ class Node_:
 @pytest.mark.parametrize("count", [4, 10**5])
 def test_tasks_fetch_offers_and_hand_over_broadcasts(count: int, tmp_path: Path) -> None:
     sent: list[tuple[str, Message]] = []
-    offers = SparkCollectives("worker-0", lambda to, message: sent.append((to, message)))
+    offers = SparkCollectives(CollectiveContext("worker-0", lambda to, message: sent.append((to, message))))
     node = Node_(offers, Memory(tmp_path, "worker-0"))
     server = AgentServer(node, offers, tmp_path, [Announcement[Word]])  # type: ignore[arg-type]
     members = ("hub", "worker-0")
@@ -558,7 +559,7 @@ def test_an_agent_reads_bytes_only(tmp_path: Path) -> None:
 def test_where_memory_is_out_of_sight_offers_come_along(
     lost: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    offers = SparkCollectives("worker-0", lambda to, message: None)
+    offers = SparkCollectives(CollectiveContext("worker-0", lambda to, message: None))
     server = AgentServer(Node_(offers, Memory(tmp_path, "worker-0")), offers, tmp_path, [Announcement[Word]])  # type: ignore[arg-type]
 
     def refuse(*_: Any) -> Any:
@@ -585,9 +586,9 @@ class Offerer:
         compressor = Compressor(code) if code != "none" else None
 
         def outgoing(_: str, message: Message) -> Message:
-            return compressor.pack(Stream("", "reductions"), message) if compressor else message
+            return compressor.pack(FeedbackKey("", "reductions"), message) if compressor else message
 
-        self._offers = SparkCollectives(node, lambda to, message: None, outgoing=outgoing)
+        self._offers = SparkCollectives(CollectiveContext(node, lambda to, message: None, outgoing=outgoing))
         self._number = itertools.count()
 
     def offer(self, values: torch.Tensor, weight: float, steps: int) -> Sum:
@@ -653,12 +654,11 @@ def test_a_large_offer_comes_in_parts_with_its_buffers_as_they_are(code: str) ->
     compressor = Compressor(code, parameters, len(vector)) if code != "none" else None
 
     def outgoing(_: str, message: Any) -> Message:
-        return compressor.pack(Stream("", f"{message.part}"), message) if compressor else message
+        return compressor.pack(FeedbackKey("", f"{message.part}"), message) if compressor else message
 
     sent: list[Any] = []
-    offers = SparkCollectives(
-        "a", lambda _, m: sent.append(m), 1.0, parameters, len(vector), outgoing=outgoing, part_bytes=8000
-    )
+    context = CollectiveContext("a", lambda _, m: sent.append(m), 1.0, parameters, len(vector), outgoing=outgoing)
+    offers = SparkCollectives(context, part_bytes=8000)
     offers.reduce(Reduce(Tag(ROUND, 1), ("hub", "a"), vector, 1.0, 1))
     assert sent[0].parts == 4, "three of the parameters, and the buffers"
     parts = [Sum(offers.offer(Tag(ROUND, 1), part), "a run").contribution.values for part in range(4)]  # type: ignore[arg-type]
@@ -668,7 +668,7 @@ def test_a_large_offer_comes_in_parts_with_its_buffers_as_they_are(code: str) ->
 
 
 def test_a_root_learns_of_a_sum_or_that_nobody_is_left() -> None:
-    root = SparkCollectives("hub", lambda to, message: None)
+    root = SparkCollectives(CollectiveContext("hub", lambda to, message: None))
     for tag in (Tag(ROUND, 1), Tag(ROUND, 2)):
         root.reduce(Reduce(tag, ("hub", "a", "b")))
     (reduced,) = root.receive(Total(Tag(ROUND, 1), torch.ones(2), 3.0, {"b": 3, "a": 1}))

@@ -19,9 +19,10 @@ from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.learner.data import Batches, Prefetched
 from tether.learner.learner import build_model
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Averaging
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask, Task, check_task
+from tether.task import Task, check_task
 from tether.testing.conformance import Blobs
 
 

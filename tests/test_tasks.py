@@ -24,7 +24,8 @@ from tether.core.vector import Vector
 from tether.errors import UsageError
 from tether.learner.data import Batches
 from tether.learner.learner import Learner, build_model, evaluate
-from tether.task import SyntheticTask, Task
+from tether.learner.synthetic import SyntheticTask
+from tether.task import Task
 from tether.tasks.chars import Chars
 from tether.tasks.cifar import Cifar
 from tether.tasks.classification import Classification

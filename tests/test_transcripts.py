@@ -24,11 +24,11 @@ from tether.core.message import Message, Stream, Tag, Timer
 from tether.core.snapshot import Snapshot
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Options, known
 from tether.protocols.server.messages import Mark
 from tether.runtimes.base import NullObserver
 from tether.runtimes.interpreter import Recorder
-from tether.task import SyntheticTask
 from tether.testing.conformance import CheckedSim as Sim
 
 FOLDER = Path(__file__).parent / "transcripts"

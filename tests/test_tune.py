@@ -21,11 +21,12 @@ from tether import Averaging, Elastic, Local, Sim, tasks
 from tether.analysis.sweep_plots import alpha_png
 from tether.cli import app as cli
 from tether.errors import TaskError, UsageError
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Mpca
 from tether.protocols.elastic import ElasticHub
 from tether.sweeps import sweep, tune
 from tether.sweeps.tune import Point, Tuning, parse_alphas, reduced
-from tether.task import Length, SyntheticTask
+from tether.task import Length
 from tether.testing.conformance import Blobs
 
 PNG = b"\x89PNG"
@@ -306,7 +307,7 @@ WRONG = [
     ("--alpha nan,0.5", "every value must be more than 0"),
     ("--alpha 0.1..2", "alpha must be between 0 and 1, not 2"),
     ("--alpha 0.1", "a search needs at least two values"),
-    ("--alpha 0.1..0.2 --points 1", "--points 1: a range has at least its 2 ends"),
+    ("--alpha 0.1..0.2 --points 1", "--points 1: a range needs at least 2 points, its ends"),
     ("--alpha 0.1,0.2 --share 0", "share must be more than 0 and at most 1, not 0"),
     ("--alpha 0.1,0.2 --share 1.5", "share must be more than 0 and at most 1, not 1.5"),
     ("--alpha 0.1,0.2 -n 20", "144 of 1442 samples are too few: 20 workers with mini-batches of 32 take 640"),

@@ -105,42 +105,6 @@ class Task:
         return TaskError(f"task {type(self).__name__} lacks the method {method}(): define it to return {returns}")
 
 
-class SyntheticTask(Task):
-    """A quadratic bowl with noise instead of data and a model, for simulations of many nodes."""
-
-    batch_size = 1
-    options: ClassVar[dict[str, str]] = {
-        "parameters": "number of values in the vector",
-        "samples": "number of samples that an epoch pretends to have",
-        "noise": "standard deviation of the gradient's noise",
-        "rate": "the learning rate",
-    }
-
-    def __init__(self, parameters: int = 64, samples: int = 10_000, noise: float = 0.1, rate: float = 0.1) -> None:
-        self.parameters = parameters
-        self.samples = samples
-        self.noise = noise
-        self.rate = rate
-
-    @property
-    def name(self) -> str:
-        return "synthetic"
-
-    def model(self) -> nn.Module:
-        model = nn.Module()
-        model.register_parameter("position", nn.Parameter(torch.ones(self.parameters)))
-        return model
-
-    def train_data(self) -> Any:
-        return range(self.samples)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        return 0.5 * model.position.square().sum()  # type: ignore[operator]
-
-    def evaluate(self, model: nn.Module) -> dict[str, float]:
-        return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
-
-
 def primary_metric(metrics: dict[str, float]) -> str:
     """The metric that decides which model is better: validation_error, or else error, or else the task's first."""
     return next((name for name in ("validation_error", "error") if name in metrics), next(iter(metrics), ""))

@@ -18,8 +18,8 @@ import typer
 from tether.bench.common import Report, Rounds, median_ratio, sizes
 from tether.bench.grid import ExchangeOnly, execute
 from tether.execution.goals import Request
+from tether.learner.synthetic import SyntheticTask
 from tether.runtimes.local import Local
-from tether.task import SyntheticTask
 
 #: float32
 VALUES_PER_MB = 250_000
@@ -51,7 +51,7 @@ def allreduce(
 
 
 def _gloo(workers: int, values: int, seconds: float) -> float:
-    """The median seconds of torch's all_reduce in as many processes."""
+    """The median seconds of torch's all_reduce in the same number of processes."""
     context = get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as directory:

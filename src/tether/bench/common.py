@@ -25,7 +25,7 @@ Row = dict[str, Any]
 #: what a benchmark has found: its name and settings, its `rows`, and the `ratios` that count
 Report = dict[str, Any]
 
-#: an interval that no run lasts: no evaluations, or no checkpoints
+#: an interval longer than any run: no evaluations, or no checkpoints
 NEVER = 1e9
 
 

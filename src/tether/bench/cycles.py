@@ -60,7 +60,7 @@ def cycles(
 ) -> Report:
     """Errors at equal samples, all protocols with their defaults, where an exchange takes as long as 1 to 100 steps.
 
-    All of it in the simulator: with slower exchanges the workers train longer on their own.
+    All of it runs in the simulator: with slower exchanges the workers train longer on their own.
     """
     for name in task:
         if name not in TASKS:

@@ -25,13 +25,14 @@ from tether.core.vector import Vector
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.learner.learner import build_model, evaluate
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Grid, Options, Single
 from tether.protocols.grid.node import GridNode
 from tether.runtimes.base import NullObserver, Outcome, Runtime
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.faults import Faults
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask, Task
+from tether.task import Task
 
 STEP_SECONDS = 0.66
 LINK = "1.24gbit"
@@ -114,7 +115,7 @@ def execute(task: Task, options: Options, runtime: Runtime, request: Request) ->
 
 
 def _throughput(count: int) -> dict[str, Any]:
-    """Samples per second as a share of what as many workers make without exchanges; the time has the final mean too."""
+    """Samples per second over those of the same workers without exchanges; the time includes the final mean."""
     steps, dimensions = (400, 2) if count <= 256 else (300, 3)
     options = Grid(dimensions=dimensions, steps_per_round="auto" if count <= 256 else 60)
     sim = Sim(workers=count, step_seconds=STEP_SECONDS, link=LINK, model_bytes=MODEL_BYTES)

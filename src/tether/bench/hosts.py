@@ -33,7 +33,7 @@ class Host:
     """Where processes run."""
 
     address: str = "127.0.0.1"
-    #: put before a command that is to run there
+    #: what a command begins with so that it runs there
     words: tuple[str, ...] = ()
 
 

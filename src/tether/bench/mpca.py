@@ -13,10 +13,10 @@ from tether.analysis.runs import load_run
 from tether.bench.common import FashionData, Report, Seeds, Target, run_quietly
 from tether.bench.workloads import LINK, WORKLOADS, Trial, reach_all
 from tether.core.units import bytes_per_second
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Mpca
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask
 
 WORKLOAD = "resnet-152"
 WORKERS = 8
@@ -33,8 +33,8 @@ def mpca(
 ) -> Report:
     """Time to a target error with and without extrapolation and weights, and how well 1 to 3 phases use the hub's link.
 
-    All of it in the simulator: extrapolation and weights (figures 10a and 10c of the MPCA SGD paper) on its ResNet-152,
-    phases (figures 5 to 8) on all of its workloads.
+    All of it runs in the simulator: extrapolation and weights (figures 10a and 10c of the MPCA SGD paper) on its
+    ResNet-152, phases (figures 5 to 8) on all of its workloads.
     """
     half_speed = tuple((f"worker-{index}", 2.0) for index in range(3))
     variants: dict[str, tuple[Mpca, tuple[tuple[str, float], ...]]] = {

@@ -13,11 +13,11 @@ import typer
 
 from tether.bench.common import Report
 from tether.execution.goals import Request
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Options, Server
 from tether.runtimes.base import Outcome
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask
 from tether.testing.swarm import simulate
 
 

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from tether.bench.common import Report, run_quietly
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Averaging, Options, Server
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask
 
 FEW_WORKERS = 8
 

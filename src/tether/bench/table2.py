@@ -15,11 +15,9 @@ def table2(
     data: FashionData = None,
     workload: Annotated[
         str | None,
-        typer.Option(help="Only this one of resnet-110, resnet-152 and vgg-a, which takes a third of the time."),
+        typer.Option(help="Measure only resnet-110, resnet-152 or vgg-a, which takes a third of the time."),
     ] = None,
-    workers: Annotated[
-        int, typer.Option(min=2, help="How many workers the others than single have; the paper has 8.")
-    ] = 8,
+    workers: Annotated[int, typer.Option(min=2, help="Workers of every protocol except single; the paper has 8.")] = 8,
     seeds: Seeds = 3,
     target: Target = 0.12,
 ) -> Report:

@@ -10,9 +10,9 @@ Encoding a decoded tensor again changes nothing, so a relay passes on exactly wh
 that every multiple of a scale is exact: a scale has 17 significant bits, which with the 7 bits of the multiple are the
 24 of float32; for tensors of 16 bits it is a power of two.
 
-Error feedback: what the last message of a stream lost is added to the next one before that is encoded, so that over
-time the receiver gets the sum of the original values, to within one rounding (Seide et al. 2014; Karimireddy et al.
-2019).
+Error feedback: what one message lost is added to the next one with the same `FeedbackKey`, before that is encoded, so
+that over time the receiver gets the sum of the original values, to within one rounding (Seide et al. 2014; Karimireddy
+et al. 2019).
 
 Buffers, such as BatchNorm's running variance, are sent as they are: a variance that is rounded to zero ruins a model.
 """
@@ -55,11 +55,14 @@ class Packed(Message, Generic[M], frozen=True):
     scales: tuple[Tensor, ...]
 
 
-class Stream(NamedTuple):
-    """Messages between which rounding errors carry over. Without a `peer`, a message may go to several nodes."""
+class FeedbackKey(NamedTuple):
+    """Names a sequence of messages in which the rounding error of one is added to the next.
+
+    Without a `peer`, a message may go to several nodes.
+    """
 
     peer: str
-    name: str
+    lane: str
 
 
 class Compressor:
@@ -75,16 +78,16 @@ class Compressor:
         self.squared_values = 0.0
         self._parameter_count = parameter_count
         self._length = length
-        self._residuals: dict[tuple[Stream, str], Tensor] = {}
-        self._last: dict[Stream, tuple[Message, Message]] = {}
+        self._residuals: dict[tuple[FeedbackKey, str], Tensor] = {}
+        self._last: dict[FeedbackKey, tuple[Message, Message]] = {}
 
-    def pack(self, stream: Stream, message: Message) -> Message:
-        """The message as it is sent. A message that is sent again on a stream without a peer is encoded only once."""
-        before, packed = self._last.get(stream, (None, message))
+    def pack(self, key: FeedbackKey, message: Message) -> Message:
+        """The message as it is sent. A message that is sent again with a key without a peer is encoded only once."""
+        before, packed = self._last.get(key, (None, message))
         if before is not message:
-            packed = self._encode(stream, message)
-            if not stream.peer:
-                self._last[stream] = message, packed
+            packed = self._encode(key, message)
+            if not key.peer:
+                self._last[key] = message, packed
         self.raw_bytes += payload_bytes(tensors_of(message))
         self.packed_bytes += payload_bytes(tensors_of(packed))
         return packed
@@ -93,14 +96,14 @@ class Compressor:
         """Drop the rounding errors that are kept for a lost node."""
         self._residuals = {key: value for key, value in self._residuals.items() if key[0].peer != peer}
 
-    def _encode(self, stream: Stream, message: Message) -> Message:
+    def _encode(self, key: FeedbackKey, message: Message) -> Message:
         tensors = tensors_of(message)
         places, values, scales = [], [], []
         for place, (path, tensor) in enumerate(zip(_paths(message), tensors, strict=True)):
             if count := self._encoded_count(tensor):
                 whole = count == tensor.numel()
                 tensors[place] = tensor.new_empty(0) if whole else tensor[count:]
-                coded, scale = self._encode_one((stream, path), tensor if whole else tensor[:count])
+                coded, scale = self._encode_one((key, path), tensor if whole else tensor[:count])
                 places.append(place)
                 values.append(coded)
                 scales.append(scale)
@@ -119,7 +122,7 @@ class Compressor:
             count = 0
         return count if count >= ELEMENTS_MIN else 0
 
-    def _encode_one(self, key: tuple[Stream, str], tensor: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode_one(self, key: tuple[FeedbackKey, str], tensor: Tensor) -> tuple[Tensor, Tensor]:
         wanted = tensor.detach().to(_wide(tensor.dtype))
         residual = self._residuals.pop(key, None)
         if residual is not None and residual.shape == wanted.shape:

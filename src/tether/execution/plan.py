@@ -17,13 +17,12 @@ from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.learner.data import Batches, Prefetched
 from tether.learner.learner import Learner
-from tether.learner.synthetic import SyntheticLearner
-from tether.protocols import DEALING, Options
+from tether.learner.synthetic import SyntheticLearner, SyntheticTask
+from tether.protocols import DEALING, Options, known
 from tether.runtimes.base import Runtime
 from tether.runtimes.record import EventLog
 from tether.task import (
     Length,
-    SyntheticTask,
     Task,
     check_batch,
     check_can_travel,
@@ -106,10 +105,12 @@ class RunPlan:
             )
         example = next(node for node in plan.nodes if plan.hub in ("", node.name))
         _, replica = plan.build(example)
-        if protocol.steps_at_hub and isinstance(replica, Learner) and not replica.flat:
+        if protocol.needs_elementwise and isinstance(replica, Learner) and not replica.flat:
+            others = [name for name, options in sorted(known().items()) if not options().needs_elementwise]
             raise UsageError(
-                f"{type(replica.optimizer).__name__} cannot run on a flat vector, which protocol {protocol.name!r} "
-                "needs at its hub: use protocol 'averaging' or 'single', or an optimizer such as torch.optim.SGD"
+                f"{type(replica.optimizer).__name__} cannot step with a flat gradient, which {protocol} hands it: use "
+                "an optimizer such as torch.optim.SGD or Adam, or a protocol in which workers step with their own "
+                f"gradients, by default {', '.join(others)}"
             )
         if plan.record and isinstance(replica, Learner) and replica.plateau is not None:
             raise UsageError(

@@ -19,7 +19,7 @@ from tether.core.device import DeviceReplica, to_device
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
 from tether.core.vector import Empty, Shared, Vector, copy_gradient, is_finite
-from tether.core.wire import can_be_packed
+from tether.core.wire import can_be_packed, pack_tree, unpack_tree
 from tether.errors import Diverged, TaskError, TetherError, UsageError
 from tether.learner.guard import Guard
 from tether.learner.optimizer import ELEMENTWISE, FlatRun, OptimizerSplit, adjusted, flatten
@@ -315,12 +315,12 @@ class Learner:
             run.grad = None if run.start in by_rows else gradient[start : start + len(run)]
 
     def _bind_external(self, gradient: Tensor, touched: tuple[Tensor, ...]) -> None:
-        """Bind a gradient that another node computed. It is read where it lies: a copy costs as much as a step."""
+        """Bind a gradient that the machine hands over. It is read where it lies: a copy costs as much as a step."""
         if not self.flat:
             raise UsageError(
-                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot run on a flat "
-                "vector at the hub: use protocol 'averaging' or 'single', or an optimizer such as "
-                "torch.optim.SGD or Adam"
+                f"{type(self.optimizer).__name__} needs the shapes of the parameters and cannot step with a flat "
+                "gradient: use an optimizer such as torch.optim.SGD or Adam, or a protocol in which workers step with "
+                "their own gradients"
             )
         self._release()
         position = self._packed_position(self.parameter_count)
@@ -355,7 +355,17 @@ class Learner:
             optimizer = self._split.join_states([optimizer, *parts])
         state = {"kind": type(self.optimizer).__name__, "optimizer": optimizer}
         # an optimizer of the user's own may hold anything: training is worth more than its state
-        return copy.deepcopy(state) if can_be_packed(state) else {}
+        if not can_be_packed(state):
+            return {}
+        tensors: list[Tensor] = []
+        values = pack_tree(state, tensors)
+        # copied to where it can be lent, so that sending it copies nothing
+        copied: dict[str, Any] = unpack_tree(values, [self._copied(tensor) for tensor in tensors])
+        return copied
+
+    def _copied(self, values: Tensor) -> Tensor:
+        copied = self._empty(values.numel(), dtype=values.dtype, device=values.device)
+        return copied.view(values.shape).copy_(values.detach())
 
     def restore(self, state: dict[str, Any]) -> None:
         own = type(self.optimizer).__name__

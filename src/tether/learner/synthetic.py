@@ -1,18 +1,54 @@
-"""A learner without a model or data, so that thousands of them fit into one simulation."""
+"""A task and its learner without a model or data, so that thousands of nodes fit into one simulation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
 from tether.core.vector import Empty, Shared, shards
 from tether.learner.guard import Guard
-from tether.task import SyntheticTask
+from tether.task import Task
+
+
+class SyntheticTask(Task):
+    """A quadratic bowl with noise instead of data and a model, for simulations of many nodes."""
+
+    batch_size = 1
+    options: ClassVar[dict[str, str]] = {
+        "parameters": "number of values in the vector",
+        "samples": "number of samples that an epoch pretends to have",
+        "noise": "standard deviation of the gradient's noise",
+        "rate": "the learning rate",
+    }
+
+    def __init__(self, parameters: int = 64, samples: int = 10_000, noise: float = 0.1, rate: float = 0.1) -> None:
+        self.parameters = parameters
+        self.samples = samples
+        self.noise = noise
+        self.rate = rate
+
+    @property
+    def name(self) -> str:
+        return "synthetic"
+
+    def model(self) -> nn.Module:
+        model = nn.Module()
+        model.register_parameter("position", nn.Parameter(torch.ones(self.parameters)))
+        return model
+
+    def train_data(self) -> Any:
+        return range(self.samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return 0.5 * model.position.square().sum()  # type: ignore[operator]
+
+    def evaluate(self, model: nn.Module) -> dict[str, float]:
+        return {"error": float(model.position.detach().square().mean())}  # type: ignore[operator]
 
 
 class SyntheticLearner:

@@ -65,13 +65,18 @@ class Options:
 
     @property
     def steps_at_hub(self) -> bool:
-        """The hub steps with the gradients of others, so the optimizer must be elementwise."""
+        """The hub steps with the gradients of others."""
         return False
 
     @property
     def steps_at_workers(self) -> bool:
         """Workers step with optimizers of their own."""
         return not self.steps_at_hub
+
+    @property
+    def needs_elementwise(self) -> bool:
+        """A machine hands the optimizer a gradient, which is flat, so the optimizer must be elementwise."""
+        return self.steps_at_hub
 
     @property
     def shares(self) -> bool:

@@ -69,7 +69,9 @@ class Mpca(Circulation):
     gamma: float = option(0.7, "how many cycles ahead the joint model is projected")
     delta: float = option(0.8, "how much of the joint model's velocity is kept from cycle to cycle")
     penalty: Literal["displace", "gradient"] = option(
-        "displace", "pull by moving the model before every gradient, or as part of the gradient"
+        "displace",
+        "pull by moving the model before every gradient, or as part of the gradient, which needs an elementwise "
+        "optimizer",
     )
     alpha_start: float = option(0.5, "the initial pull, from which a given alpha decays to its target")
     free_steps: int | None = option(None, "steps without any pull at the beginning; none: 20, or 5 % of a short run")
@@ -111,6 +113,10 @@ class Mpca(Circulation):
             cls(phases=2, shards=5, gamma=0.0),
             cls(penalty="gradient", weighted=False, alpha=0.02),
         )
+
+    @property
+    def needs_elementwise(self) -> bool:
+        return self.penalty == "gradient"
 
     def machine(self, context: NodeContext) -> Machine:
         return MpcaHub(context, self) if context.node.role == "hub" else MpcaWorker(context, self)

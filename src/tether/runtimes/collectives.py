@@ -7,6 +7,7 @@ A machine cannot tell which of the two carries out its `Broadcast` and `Reduce` 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -30,10 +31,31 @@ class CollectiveMessage(Message, frozen=True):
         """What it is part of, for the trace and for errors."""
         raise NotImplementedError
 
+
+class CompressibleMessage(CollectiveMessage, frozen=True):
+    """A collective message that is encoded in a run that compresses; others travel as they are."""
+
     @property
     def lane(self) -> str:
         """Messages of one lane follow each other: the rounding error of one is added to the next."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class CollectiveContext:
+    """What an implementation is given about its node."""
+
+    node: str
+    send: Callable[[str, Message], Any]
+    #: how many bytes a byte of the vector stands for
+    bytes_scale: float = 1.0
+    #: where in the vector its buffers begin, and the length of the vector
+    parameter_count: int = 0
+    length: int = 0
+    #: allocates tensors to send, in memory that can be lent
+    empty: Empty = torch.empty
+    #: the message as it travels to a node, which may be encoded; `send` does that by itself
+    outgoing: Callable[[str, Message], Message] = lambda _, message: message
 
 
 class Collectives(Protocol):
@@ -54,6 +76,10 @@ class Collectives(Protocol):
     def lost(self, peer: str) -> list[Event]:
         """A member has died."""
         ...
+
+
+#: how a node gets its collectives
+MakeCollectives = Callable[[CollectiveContext], Collectives]
 
 
 def weighted(values: Values, weight: float, empty: Empty) -> Tensor:

@@ -17,8 +17,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tether.core import compress
-from tether.core.compress import Compressor, Packed, unpack
+from tether.core.compress import Compressor, FeedbackKey, Packed, unpack
 from tether.core.effects import (
     Add,
     Blend,
@@ -45,7 +44,7 @@ from tether.core.trace import Meter, RowLimit, Tracer
 from tether.core.vector import Empty
 from tether.core.wire import pack_tree, payload_bytes, unpack_tree
 from tether.errors import NodesLost, UsageError, WireError
-from tether.runtimes.collectives import CollectiveMessage, Collectives
+from tether.runtimes.collectives import CollectiveContext, CollectiveMessage, CompressibleMessage, MakeCollectives
 from tether.runtimes.tree import TreeCollectives
 
 T = TypeVar("T")
@@ -116,7 +115,7 @@ class Interpreter:
         checked: bool = False,
         compress: str = "none",
         empty: Empty = torch.empty,
-        collectives: Callable[..., Collectives] = TreeCollectives,
+        collectives: MakeCollectives = TreeCollectives,
     ) -> None:
         """`empty` allocates the tensors that the node sends; `collectives` carry out broadcasts and reductions."""
         self.node = node
@@ -128,8 +127,16 @@ class Interpreter:
         self.finished = False
         self._rows = RowLimit()
         self._empty = empty
-        self.collectives: Collectives = collectives(
-            node, self._send, host.bytes_scale, replica.parameter_count, len(replica.weights), empty, self._outgoing
+        self.collectives = collectives(
+            CollectiveContext(
+                node=node,
+                send=self._send,
+                bytes_scale=host.bytes_scale,
+                parameter_count=replica.parameter_count,
+                length=len(replica.weights),
+                empty=empty,
+                outgoing=self._outgoing,
+            )
         )
         self._recorder = recorder
         self._checked = checked
@@ -291,11 +298,14 @@ class Interpreter:
         return message
 
     def _pack(self, compressor: Compressor, to: str, message: Message) -> Message:
-        if isinstance(message, CollectiveMessage):
-            stream = compress.Stream("", message.lane)
-        else:
-            stream = compress.Stream(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
-        packed = compressor.pack(stream, message)
+        match message:
+            case CompressibleMessage(lane=lane):
+                key = FeedbackKey("", lane)
+            case CollectiveMessage():
+                return message
+            case _:
+                key = FeedbackKey(to, f"{type(message).__name__} {getattr(message, 'start', '')}")
+        packed = compressor.pack(key, message)
         self.meter.bytes_saved = round((compressor.raw_bytes - compressor.packed_bytes) * self.host.bytes_scale)
         self.meter.squared_error = compressor.squared_error
         self.meter.squared_values = compressor.squared_values

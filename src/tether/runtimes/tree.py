@@ -31,7 +31,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 from typing import Any, Generic, TypeVar, Union
 
 import msgspec
@@ -41,8 +40,7 @@ from torch import Tensor
 from tether.core.effects import Broadcast, Reduce
 from tether.core.events import Broadcasted, Event
 from tether.core.message import Message, Stream, Tag
-from tether.core.vector import Empty
-from tether.runtimes.collectives import CollectiveMessage, joined, weighted
+from tether.runtimes.collectives import CollectiveContext, CompressibleMessage, joined, weighted
 
 #: the most members that form two chains instead of a binary tree
 CHAINS_MAX = 17
@@ -52,7 +50,7 @@ PARTS_MAX = 8
 M = TypeVar("M")
 
 
-class Up(CollectiveMessage, frozen=True):
+class Up(CompressibleMessage, frozen=True):
     """A partial sum, or a part of it, on its way to the root."""
 
     tag: Tag
@@ -73,7 +71,7 @@ class Up(CollectiveMessage, frozen=True):
         return f"reductions of {self.tag.stream} {self.part}"
 
 
-class Down(CollectiveMessage, Generic[M], frozen=True):
+class Down(CompressibleMessage, Generic[M], frozen=True):
     """A broadcast, or a part of it, on its way from the root, with the latest closed reduction of each stream."""
 
     stream: Stream
@@ -178,23 +176,10 @@ class _Place:
 class TreeCollectives:
     """Broadcast and reduction by messages along the tree."""
 
-    def __init__(
-        self,
-        node: str,
-        send: Callable[[str, Message], Any],
-        bytes_scale: float = 1.0,
-        parameter_count: int = 0,
-        length: int = 0,
-        empty: Empty = torch.empty,
-        *_: Any,
-    ) -> None:
-        """`length` is the vector's, whose buffers begin at `parameter_count`; `empty` allocates tensors to send."""
-        self.node = node
-        self._send = send
-        self._bytes_scale = bytes_scale
-        self._parameter_count = parameter_count
-        self._length = length
-        self._empty = empty
+    def __init__(self, context: CollectiveContext) -> None:
+        self.node = context.node
+        self._send = context.send
+        self._context = context
         self._dead: set[str] = set()
         #: in the tree of the latest collective, since most have the same members
         self._latest_place: _Place | None = None
@@ -221,7 +206,7 @@ class TreeCollectives:
         reduction.contributed = True
         reduction.cut_short = effect.members == (self.node,)
         if effect.values is not None:
-            values = weighted(effect.values, effect.weight, self._empty)
+            values = weighted(effect.values, effect.weight, self._context.empty)
             pieces = self._cut(values)
             for part, piece in zip(reduction.open(len(pieces)), pieces, strict=True):
                 part.add(piece, effect.weight, {self.node: effect.steps})
@@ -254,11 +239,12 @@ class TreeCollectives:
 
     def _cut(self, values: Tensor) -> list[Tensor]:
         """The parts in which a tensor travels."""
-        if 0 < self._parameter_count < self._length == values.numel():
-            return [*self._cut(values[: self._parameter_count]), values[self._parameter_count :]]
-        if values.numel() == self._length - self._parameter_count:  # the buffers
+        parameter_count, length = self._context.parameter_count, self._context.length
+        if 0 < parameter_count < length == values.numel():
+            return [*self._cut(values[:parameter_count]), values[parameter_count:]]
+        if values.numel() == length - parameter_count:  # the buffers
             return [values]
-        size = values.numel() * values.element_size() * self._bytes_scale
+        size = values.numel() * values.element_size() * self._context.bytes_scale
         return list(values.tensor_split(max(1, min(PARTS_MAX, math.ceil(size / PART_BYTES), values.numel()))))
 
     def _cut_message(self, message: Message) -> list[Message]:

@@ -326,7 +326,7 @@ class _ErrorText:
 
 
 def _compare_with_one_worker(rows: list[Row], base: Row, shown: _ErrorText, ratios: dict[str, float]) -> str:
-    """How much faster than one worker with the usual mini-batch the fastest row is that is as good."""
+    """How much faster the fastest row of equal quality is than one worker with the usual mini-batch."""
     as_good = [row for row in rows if row["error"] <= AS_GOOD_RATIO * base["error"]]
     fastest = min(as_good, key=lambda row: row["seconds"])
     ratios["baseline_error"] = base["error"]

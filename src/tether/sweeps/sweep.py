@@ -103,7 +103,7 @@ class EvaluatingObserver(NullObserver):
         return metrics
 
     def tail_mean(self, metric: str) -> float:
-        """The metric's mean over the last quarter of the run, since a single evaluation depends much on chance."""
+        """The metric's mean over the last quarter of the run, since a single evaluation is noisy."""
         last = self.evaluations[-1][1]
         return statistics.fmean(
             metrics[metric] for _, step, metrics in self.evaluations if step > (1 - TAIL_SHARE) * last

@@ -95,7 +95,7 @@ def parse_alphas(text: str, points: int = 8) -> tuple[float, ...]:
         if not alphas[0] < alphas[1]:
             raise UsageError(f"--alpha {text!r}: the range must go from a smaller to a larger value")
         if points < 2:
-            raise UsageError(f"--points {points}: a range has at least its 2 ends")
+            raise UsageError(f"--points {points}: a range needs at least 2 points, its ends")
         between = np.geomspace(alphas[0], alphas[1], points)[1:-1]
         rounded = (float(f"{alpha:.2g}") for alpha in between)
         alphas += [alpha for alpha in rounded if alphas[0] < alpha < alphas[1]]

@@ -20,7 +20,8 @@ import cloudpickle
 
 from tether.core import settings as _settings
 from tether.errors import TetherError, UsageError, unknown
-from tether.task import SyntheticTask, Task
+from tether.learner.synthetic import SyntheticTask
+from tether.task import Task
 from tether.tasks.chars import Chars
 from tether.tasks.cifar import Cifar
 from tether.tasks.digits import Digits

@@ -39,13 +39,14 @@ from tether.execution.checkpoint import Restored
 from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
+from tether.learner.synthetic import SyntheticTask
 from tether.protocols import Options, known
 from tether.protocols import make as make_protocol
 from tether.runtimes.base import NodeStates, NullObserver, Outcome
 from tether.runtimes.sim.costs import StepTime
 from tether.runtimes.sim.faults import DISK, Fault, Faults, Kind
 from tether.runtimes.sim.runtime import Sim
-from tether.task import SyntheticTask, Task
+from tether.task import Task
 
 #: bugs that can be planted, to show that the swarm finds them
 PLANTS = ("drop",)
@@ -395,7 +396,7 @@ def judge(scenario: Scenario) -> Verdict:
                 again, _ = play(scenario, Path(directory) / "two")
                 if digest(again.weights) != digest(outcome.weights):
                     raise RunError("a second run with the same seed gave another model")
-    except Exception as error:  # any exception of a protocol is a bug of it
+    except Exception as error:  # any exception from a protocol is a bug in it
         return Verdict(scenario, error=f"{type(error).__name__}: {error}")
     return verdict
 

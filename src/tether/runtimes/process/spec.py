@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -14,7 +13,7 @@ import cloudpickle
 from tether.core.machine import Node
 from tether.runtimes import tree
 from tether.runtimes.base import Plan
-from tether.runtimes.collectives import Collectives, MessageTypes
+from tether.runtimes.collectives import MakeCollectives, MessageTypes
 from tether.runtimes.process.handshake import Keys
 
 #: the name of the memory of a vector that all nodes share
@@ -38,7 +37,7 @@ class NodeSpec:
     driver: str = ""
     host: str = ""
     #: how nodes broadcast and reduce, and the types of what they send for that
-    collectives: Callable[..., Collectives] = tree.TreeCollectives
+    collectives: MakeCollectives = tree.TreeCollectives
     collective_types: MessageTypes = tree.message_types
     #: the number of the device that this process was given; without one, nodes take devices in turns
     device: int | None = None

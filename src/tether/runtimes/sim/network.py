@@ -19,7 +19,7 @@ from tether.core.trace import Tracer
 from tether.core.vector import raw_bytes
 from tether.core.wire import payload_bytes
 from tether.errors import InvariantBroken
-from tether.runtimes.collectives import CollectiveMessage
+from tether.runtimes.collectives import CollectiveContext, CollectiveMessage
 from tether.runtimes.interpreter import message_bytes
 from tether.runtimes.sim.costs import Costs
 from tether.runtimes.sim.timeline import Gate, Timeline
@@ -140,9 +140,8 @@ class PricedCollectives(TreeCollectives):
     the other, each for `exchange_seconds` and for its bytes times `exchange_seconds_per_byte`.
     """
 
-    def __init__(self, endpoint: Endpoint, timeline: Timeline, costs: Costs, *arguments: Any) -> None:
-        """`arguments` are those of TreeCollectives."""
-        super().__init__(*arguments)
+    def __init__(self, context: CollectiveContext, endpoint: Endpoint, timeline: Timeline, costs: Costs) -> None:
+        super().__init__(context)
         self._endpoint = endpoint
         self._timeline = timeline
         self._costs = costs

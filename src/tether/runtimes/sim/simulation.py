@@ -254,7 +254,7 @@ class SimulatedNode:
         if plan.shares:
             simulation.shared = Shared(replica.weights.view(torch.uint8))
         self.tracer = Tracer(plan.traced)
-        priced = partial(PricedCollectives, self, self._timeline, simulation.costs)
+        priced = partial(PricedCollectives, endpoint=self, timeline=self._timeline, costs=simulation.costs)
         self.interpreter = Interpreter(
             node.name,
             machine,

@@ -31,15 +31,13 @@ import torch
 import zmq
 from torch import Tensor
 
-from tether.core import compress
-from tether.core.compress import Compressor, Packed, code_of, unpack
+from tether.core.compress import Compressor, FeedbackKey, Packed, code_of, unpack
 from tether.core.effects import Broadcast, Reduce
 from tether.core.events import Broadcasted, Event, Reduced
 from tether.core.message import Message, Stream, Tag
-from tether.core.vector import Empty
 from tether.core.wire import Codec, Frame
 from tether.errors import RunError, WireError
-from tether.runtimes.collectives import CollectiveMessage, weighted
+from tether.runtimes.collectives import CollectiveContext, CollectiveMessage, CompressibleMessage, weighted
 from tether.runtimes.process.control import DRIVER
 from tether.runtimes.process.link import Opener, enveloped
 from tether.runtimes.process.node import NodeProcess
@@ -66,7 +64,7 @@ class Offered(Message, frozen=True):
     parts: int
 
 
-class Contribution(CollectiveMessage, frozen=True):
+class Contribution(CompressibleMessage, frozen=True):
     """Agent to task, and task to task: the sum of some members' contributions to a reduction, or one part of it."""
 
     tag: Tag
@@ -86,15 +84,19 @@ class Contribution(CollectiveMessage, frozen=True):
 
 
 class Total(CollectiveMessage, frozen=True):
-    """Driver to root: the result of a reduction. No member contributed if `steps` is empty."""
+    """Driver to root, in full precision: the result of a reduction. No member contributed if `steps` is empty."""
 
     tag: Tag
     values: Tensor
     weight: float
     steps: dict[str, int]
 
+    @property
+    def title(self) -> str:
+        return f"reduction of {self.tag}"
 
-class Announcement(CollectiveMessage, Generic[M], frozen=True):
+
+class Announcement(CompressibleMessage, Generic[M], frozen=True):
     """Root to driver, and driver to all agents: a broadcast."""
 
     stream: Stream
@@ -141,30 +143,12 @@ class NotFound(Message, frozen=True):
 class SparkCollectives:
     """One node's side of broadcasts and reductions."""
 
-    def __init__(
-        self,
-        node: str,
-        send: Callable[[str, Message], Any],
-        bytes_scale: float = 1.0,
-        parameter_count: int = 0,
-        length: int = 0,
-        empty: Empty = torch.empty,
-        outgoing: Callable[[str, Message], Message] = lambda to, message: message,
-        *,
-        part_bytes: float = math.inf,
-    ) -> None:
-        """`empty` makes tensors that can be lent; `outgoing` encodes a message as it travels.
-
-        `length` is the length of the vector, whose buffers begin at `parameter_count`. Offers of more than `part_bytes`
-        are cut into parts.
-        """
-        self.node = node
-        self._send = send
-        self._parameter_count = parameter_count
-        self._length = length
+    def __init__(self, context: CollectiveContext, *, part_bytes: float = math.inf) -> None:
+        """Offers of more than `part_bytes` are cut into parts."""
+        self.node = context.node
+        self._send = context.send
+        self._context = context
         self._part_bytes = part_bytes
-        self._empty = empty
-        self._outgoing = outgoing
         #: the newest of each stream: its tag, and its parts as they travel
         self._offers: dict[Stream, tuple[Tag, list[Message]]] = {}
         self._numbers: dict[Stream, int] = {}
@@ -180,12 +164,12 @@ class SparkCollectives:
             self._open.add(effect.tag)
             self._send(DRIVER, Opened(effect.tag, effect.members))
         elif effect.values is not None:
-            values = weighted(effect.values, effect.weight, self._empty)
+            values = weighted(effect.values, effect.weight, self._context.empty)
             weight, steps = effect.weight, {self.node: effect.steps}
             parts = [
                 Contribution(effect.tag, piece, weight, steps, part) for part, piece in enumerate(self._cut(values))
             ]
-            self._offers[effect.tag.stream] = effect.tag, [self._outgoing(DRIVER, part) for part in parts]
+            self._offers[effect.tag.stream] = effect.tag, [self._context.outgoing(DRIVER, part) for part in parts]
             self._send(DRIVER, Offered(effect.tag, len(parts)))
         return []
 
@@ -193,8 +177,9 @@ class SparkCollectives:
         size = values.numel() * values.element_size()
         if size <= self._part_bytes:
             return [values]
-        if 0 < self._parameter_count < self._length == values.numel():  # buffers are not encoded as parameters are
-            return [*self._cut(values[: self._parameter_count]), values[self._parameter_count :]]
+        parameter_count = self._context.parameter_count
+        if 0 < parameter_count < self._context.length == values.numel():  # buffers are not encoded as parameters are
+            return [*self._cut(values[:parameter_count]), values[parameter_count:]]
         return list(values.tensor_split(math.ceil(size / self._part_bytes)))
 
     def receive(self, message: Any) -> list[Event]:
@@ -397,10 +382,10 @@ def _encoded(run: str, code: _Code, total: Contribution) -> Contribution | Packe
     if run not in _compressors:
         _compressors.clear()
         _compressors[run] = {}
-    stream = f"{total.tag.stream} {total.part}"
-    compressor = _compressors[run].setdefault((stream, code), Compressor(code.name, code.encoded, code.length))
-    link = compress.Stream("the next of the tree", stream)
-    return cast(Contribution | Packed[Contribution], compressor.pack(link, total))
+    lane = f"{total.tag.stream} {total.part}"
+    compressor = _compressors[run].setdefault((lane, code), Compressor(code.name, code.encoded, code.length))
+    key = FeedbackKey("the next of the tree", lane)
+    return cast(Contribution | Packed[Contribution], compressor.pack(key, total))
 
 
 def _unpickled_sum(run: str, fields: tuple[Tag, float, dict[str, int], int], arrays: list[tuple[str, Any]]) -> Sum:
