@@ -367,7 +367,7 @@ WRONG = [
     ("report nowhere", "nowhere"),
     (
         "bench nothing",
-        "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, grid, mpca, overhead, rudra",
+        "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, frontier, grid, mpca, overhead",
     ),
     ("bench scaelup", "Did you mean 'scaleup'?"),
     ("trian digits", "unknown command 'trian'; known: bench, chaos, demo"),

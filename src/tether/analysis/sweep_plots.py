@@ -1,4 +1,4 @@
-"""The pictures of sweeps: a study as in figures 6 and 7 of the Rudra paper, a search for alpha, and a scaling."""
+"""The pictures of sweeps: a study as in figures 6 and 7 of the Rudra paper, a search for alpha, scaling, a frontier."""
 
 from __future__ import annotations
 
@@ -160,6 +160,29 @@ def scaling_png(rows: list[Row], target: float) -> bytes:
         axes.legend()
 
     return render(draw, 7.0, 4.6, "png")
+
+
+def frontier_png(rows: list[Row], protocols: list[str]) -> bytes:
+    """The time of each protocol to the target of each row, relative to the fastest, on a logarithmic axis."""
+    names = [f"{row['task']}, {row['link']}, {row['workers']} workers, {row['what']}" for row in rows]
+    colours = [colormaps["tab10"](index) for index in range(len(protocols))]
+
+    def draw(figure: FigureBase) -> None:
+        axes = figure.subplots()
+        for position, row in enumerate(rows):
+            fastest = min(row[protocol] for protocol in protocols)
+            for protocol, colour in zip(protocols, colours, strict=True):
+                label = protocol if position == 0 else None
+                axes.plot(row[protocol] / fastest, position, "o", ms=8, color=colour, alpha=0.85, label=label)
+        axes.set_xscale("log")
+        label_decimally(axes.xaxis)
+        axes.set_yticks(range(len(rows)), names)
+        axes.invert_yaxis()
+        axes.grid(axis="x", which="both", alpha=0.3)
+        axes.set_xlabel("time to the target, relative to the fastest")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+    return render(draw, WIDTH_INCHES, 1.6 + 0.32 * len(rows), "png")
 
 
 def _scaled(row: Row, percent: bool) -> float:

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "allreduce": "A round of the grid against gloo's allreduce, in processes.",
     "checkpoint": "What checkpoints cost training.",
     "cycles": "Errors at equal samples where exchanges are slow, in the simulator.",
+    "frontier": "Time to a target of every protocol, over networks, workers and tasks, in the simulator.",
     "grid": "How the grid scales, uses the network and learns, in the simulator.",
     "mpca": "What the parts of MPCA SGD are worth, in the simulator.",
     "overhead": "One worker in Tether against a plain PyTorch loop.",
