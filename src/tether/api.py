@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from tether.errors import UsageError, own_faults
+from tether.errors import UsageError, own_faults, unknown
 from tether.execution.directory import RunDirectory
 from tether.execution.execute import Execution, described, plan_phases
 from tether.execution.goals import Request
@@ -35,8 +37,34 @@ from tether.tasks import not_while_importing
 
 __all__ = ["Result", "Training", "replay_recorded", "resume", "run", "start"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn arguments that a function does not take into a usage error, which Python would call a TypeError."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_names(kwargs, signature)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{function.__name__}(): {error}; see help(tether.{function.__name__})") from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check_names(given: Iterable[str], signature: inspect.Signature) -> None:
+    for name in given:
+        if name not in signature.parameters:
+            raise unknown("argument", name, signature.parameters)
+
 
 @own_faults()
+@_checks_arguments
 def run(
     task: Task,
     protocol: Options | None = None,
@@ -98,9 +126,9 @@ def run(
     not_while_importing()
     check_is_task(task)
     protocol = protocol if protocol is not None else make_protocol(task.protocol)
-    for options in filter(None, (protocol, warmup)):
-        if not isinstance(options, Options):
-            raise UsageError(f"protocol must be options such as tether.Averaging(), not {options!r}")
+    _check_protocol("protocol", protocol)
+    if warmup is not None:
+        _check_protocol("warmup", warmup)
     request = Request(
         epochs,
         steps,
@@ -116,6 +144,8 @@ def run(
         patience,
     )
     on = on if on is not None else Local(protocol.workers_max or 2)
+    if isinstance(on, type) or not hasattr(on, "execute"):
+        raise UsageError(f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}")
     phases = plan_phases(task, protocol, on, request)
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
@@ -201,10 +231,12 @@ def start(
 ) -> Training:
     """As `run`, but in the background: returns a handle to the run at once."""
     not_while_importing()
+    _check_names(options, inspect.signature(run))
     return Training(lambda stop, display: run(task, protocol, on, stop=stop, progress=display, **options), progress)
 
 
 @own_faults()
+@_checks_arguments
 def resume(
     run_dir: Path | str,
     task: Task | None = None,
@@ -274,6 +306,13 @@ def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, 
             node = node.successor()
         counts[file.stem] = replay(file, plan.messages, *plan.build(node))
     return counts
+
+
+def _check_protocol(name: str, options: object) -> None:
+    """Refuse anything that is not the options of a protocol, such as their class."""
+    if not isinstance(options, Options):
+        what = options.__name__ if isinstance(options, type) and issubclass(options, Options) else "Averaging"
+        raise UsageError(f"{name} must be options such as tether.Averaging(), not {options!r}: write tether.{what}()")
 
 
 def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> tuple[Task, Options, Runtime, Request]:

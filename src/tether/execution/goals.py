@@ -15,6 +15,8 @@ from tether.task import Task, primary_metric
 
 #: the most epochs of a run that is given only a target, a time or a patience
 EPOCHS_MAX = 100
+#: the numbers of a request that must be more than 0
+POSITIVE = ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds")
 #: words in a metric's name that say whether lower or higher values are better
 FALLING, RISING = ("error", "loss"), ("accuracy",)
 
@@ -40,9 +42,11 @@ class Request:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds"):
+        for name in (*POSITIVE, "checkpoint_seconds", "patience", "seed"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not isinstance(value, int | float):
+                raise UsageError(f"{name} must be a number, not {value!r}")
+            if value is not None and name in POSITIVE and not value > 0:
                 raise UsageError(f"{name} must be more than 0, not {value!r}")
         if self.epochs is not None and self.steps is not None:
             raise UsageError("give either epochs or steps, not both")
