@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tether import Averaging, Server, Sim, Single
 from tether.api import resume
@@ -270,6 +270,47 @@ def test_a_directory_that_holds_a_run_is_refused(directory: RunDirectory) -> Non
     with pytest.raises(UsageError, match=r"holds a run already.*'tether resume "):
         RunDirectory.create(directory.path, "another")
     assert directory.read_config() == config("finished")
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
+def test_a_run_that_ended_without_a_checkpoint_gives_way_to_a_new_one(directory: RunDirectory, status: str) -> None:
+    directory.write_config(config(status))
+    directory.metrics.write_text('{"kind": "note", "text": "of the old run"}\n')
+    (directory.path / "logs").mkdir()
+    (directory.path / "checkpoints" / ".partial-1-1").mkdir(parents=True)
+    (directory.path / "mine.txt").write_text("not of a run")
+    taken = RunDirectory.create(directory.path, "another")
+    assert {path.name for path in directory.path.iterdir()} == {"mine.txt", "lock"}
+    assert taken.notes == [f"{directory.path} held a run that ended without a checkpoint: its files were removed"]
+
+
+def test_a_run_gives_way_only_if_nothing_of_it_is_lost_and_nobody_runs_it(directory: RunDirectory) -> None:
+    directory.write_config(config("running"))
+    with directory.lock(), pytest.raises(UsageError, match=r"is in use by process \d+"):
+        RunDirectory.create(directory.path, "another")
+    directory.write_config(config("interrupted", checkpoints="hdfs://elsewhere"))
+    with pytest.raises(UsageError, match="holds a run already"):
+        RunDirectory.create(directory.path, "another")
+    directory.write_config(config("interrupted"))
+    save(directory, 3)
+    with pytest.raises(UsageError, match="holds a run already"):
+        RunDirectory.create(directory.path, "another")
+    assert newest(directory).step == 3
+
+
+def test_a_run_that_failed_at_once_is_not_resumed_but_started_again_in_its_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    class Failing(Blobs):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            raise ValueError("a fault of the user")
+
+    with pytest.raises(UsageError, match="a fault of the user"):
+        train_quietly(Failing(), Averaging(), Sim(2), run, steps=4)
+    expected = rf"no checkpoint to continue from: start the run again, with --run {run} \(run_dir\)"
+    with pytest.raises(UsageError, match=expected):
+        resume(run, Blobs(), progress=make_progress(quiet=True))
+    assert train_quietly(Blobs(), Averaging(), Sim(2), run, steps=4).figures["steps"] == 4
 
 
 def test_unnamed_runs_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,8 @@ def run(
         ended the run.
     warmup, warmup_epochs: begin with this many epochs of another protocol, such as tether.Server(sync="hard").
     seed: of the model's first weights, of the order of the data, and of all other random numbers.
-    run_dir: where to keep the run; the default is a new directory below `runs`.
+    run_dir: where to keep the run; the default is a new directory below `runs`. The files of a run that ended there
+        without a checkpoint are removed; a directory that holds any other run is refused.
     evaluate_every: epochs between two evaluations of the joint model. Evaluations that fall behind are done after
         training, as far as their models fit into 512 MiB.
     checkpoint_seconds: time between two checkpoints.
@@ -274,7 +275,8 @@ def resume(
         if restored is None:
             where = directory.storage.url if directory.storage is not None else directory.path
             damage = "".join(f"; {note}" for note in directory.notes)
-            raise UsageError(f"{where} has no checkpoint to continue from: start the run again{damage}")
+            how = f"with --run {directory.path} (run_dir)" if directory.is_abandoned() else "in another place"
+            raise UsageError(f"{where} has no checkpoint to continue from: start the run again, {how}{damage}")
         if master is not None:
             if config["runtime"]["name"] != "spark":
                 raise UsageError(f"master: {directory.path} was not a run on Spark; leave master out")

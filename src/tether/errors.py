@@ -85,6 +85,8 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
         when = f"after step {result.figures['steps']}" if result is not None else "without a result"
         how = f"; continue with 'tether resume {directory}'" if resumable else ""
+        if result is None and not resumable:
+            how = f" and without a checkpoint: start the run again, if you like with --run {directory} (run_dir)"
         super().__init__(f"interrupted {when}{how}")
 
 
