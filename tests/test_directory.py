@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tether import Averaging, Server, Sim, Single
-from tether.api import resume
+from tether.api import resume, run
 from tether.errors import UsageError, WireError
 from tether.execution.checkpoint import Evaluated, Restored
 from tether.execution.configuration import VERSION
@@ -260,6 +260,27 @@ def test_a_finished_run_without_a_further_goal_is_not_resumed(tmp_path: Path) ->
     train_quietly(Blobs(), Averaging(tau=2), Sim(workers=2), tmp_path / "run", steps=4)
     with pytest.raises(UsageError, match="the run has made its 4 steps"):
         resume(tmp_path / "run", Blobs(), progress=make_progress(quiet=True))
+
+
+def test_a_goal_that_is_passed_already_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    train_quietly(Blobs(), Averaging(tau=2), Sim(workers=2), tmp_path / "run", steps=20)
+    with pytest.raises(UsageError, match=r"^20 steps are made already, more than the 10 asked for: give more epochs"):
+        resume(tmp_path / "run", Blobs(), steps=10, progress=make_progress(quiet=True))
+
+
+@pytest.mark.parametrize("length", [{"epochs": 500}, {"steps": 8000}, {}], ids=str)
+def test_a_resume_with_only_a_time_or_a_target_keeps_the_length_of_the_run(
+    length: dict[str, Any], tmp_path: Path
+) -> None:
+    class Long(Blobs):
+        epochs = 500
+
+    begun = {"stop": lambda: "that is enough", "trace": False, "run_dir": tmp_path / "run"}
+    run(Long(), Single(), Sim(1), progress=make_progress(quiet=True), **begun, **length)
+    for goal in ({"seconds": 1.0}, {"until": "error<2"}, {"patience": 1}):
+        resume(tmp_path / "run", Long(), progress=make_progress(quiet=True), **goal)  # type: ignore[arg-type]
+        kept = RunDirectory.open(tmp_path / "run").read_config()["request"]
+        assert {name: kept[name] for name in ("epochs", "steps") if kept[name]} == (length or {"epochs": 500})
 
 
 # ---- the directory itself -------------------------------------------------------------------------------------------

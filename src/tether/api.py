@@ -258,8 +258,9 @@ def resume(
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
     master: for a run on Spark, another cluster than before. An existing session is used as it is.
-    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. A model
-        from before remains the best until a better one is found.
+    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. Without
+        epochs and steps the run goes no further than it would have gone before. A model from before remains the best
+        until a better one is found.
     """
     asked_at = time.monotonic()
     not_while_importing()
@@ -284,7 +285,7 @@ def resume(
         task, protocol, on, request = _reopen(config, task, workers)
         request = replace(request, record=False)  # a record begins at the beginning
         if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
-            request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
+            request = request.with_goal(task, epochs, steps, until, seconds, patience)
         phases = plan_phases(task, protocol, on, request, restored)
         progress = progress or make_progress()
         with Interruption() as interruption:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tether.core.machine import Schedule
@@ -64,6 +64,20 @@ class Request:
         """Whether the caller said anything about the length of the run."""
         return any(goal is not None for goal in (self.epochs, self.steps, self.until, self.seconds, self.patience))
 
+    def with_goal(
+        self,
+        task: Task,
+        epochs: float | None,
+        steps: int | None,
+        until: str | None,
+        seconds: float | None,
+        patience: int | None,
+    ) -> Request:
+        """The same with another goal. If that has neither epochs nor steps, the run goes no further than before."""
+        if epochs is None and steps is None:
+            epochs, steps = (self.epochs, self.steps) if self.has_goal else (task.epochs, None)
+        return replace(self, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
+
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         """The steps that remain of a run whose epoch has this many samples."""
         batch_size = task.batch_size
@@ -86,7 +100,10 @@ class Request:
                 counted = ((0, done),)
             first_step = restored.step if goal is None else done // step_batches
             if (first_step >= steps) if goal is None else any(start == 0 and stop >= goal for start, stop in counted):
-                raise UsageError(f"the run has made its {steps} steps: give more epochs or steps to go further")
+                made = f"the run has made its {steps} steps"
+                if first_step > steps:
+                    made = f"{first_step} steps are made already, more than the {steps} asked for"
+                raise UsageError(f"{made}: give more epochs or steps to go further")
         return Schedule(
             steps=max(1, steps),
             evaluate_every=max(1, round(self.evaluate_every * steps_per_epoch)),
