@@ -21,6 +21,8 @@ from tether.cli.bench import BENCHMARKS
 from tether.cli.output import show_report
 from tether.errors import RunError
 from tether.protocols import known
+from tether.runtimes.local import Local
+from tether.runtimes.sim.runtime import Sim
 
 KEYS = {
     "protocol",
@@ -375,6 +377,29 @@ WRONG = [
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),
 ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "report one --to bad.py/out",
+        "tune digits --alpha 0.1,0.2 --share 0.5 --to bad.py/out",
+        "study digits --mu 32 --lambda 1 --protocol hard --to bad.py/out",
+        "demo --to bad.py/out",
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tether: Callable[[str], Said], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    def computed(*_: Any) -> None:
+        raise AssertionError("a run was computed for nothing")
+
+    train(tether, "digits --on sim --protocol single --steps 2 --run one")
+    for runtime in (Sim, Local):
+        monkeypatch.setattr(runtime, "execute", computed)
+    said = tether(line)
+    assert (said.status, said.out) == (2, "")
+    assert said.err.strip() == "tether: cannot write to bad.py/out: Not a directory; choose another folder with --to"
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])

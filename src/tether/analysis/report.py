@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -87,10 +88,20 @@ def _rich_table(title: str, grid: Sequence[Sequence[str]]) -> Table:
     return result
 
 
+def check_writable(folder: Path) -> None:
+    """Refuse a folder for results, which need not exist yet, if files cannot be written to it."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --to") from None
+
+
 def write_report(runs: Sequence[RunRecord], directory: Path) -> tuple[Path, Path]:
     """Write report.html, which loads no other file, and report.png into `directory`; return their paths."""
     if not runs:
         raise UsageError("a report needs at least one run: name one or more run directories")
+    check_writable(directory)
     try:
         from tether.analysis import plots
     except ImportError:

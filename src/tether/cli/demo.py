@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from tether import tasks
-from tether.analysis.report import write_report
+from tether.analysis.report import check_writable, write_report
 from tether.analysis.runs import load_run
 from tether.api import Result, run
 from tether.cli.output import err, out
@@ -52,6 +52,7 @@ def demo(
 
     Both end with a table and a report to open in a browser. It takes less than a minute.
     """
+    check_writable(to)
     real = {
         name: _train(to / f"{name}-processes", options, Local(workers), epochs=epochs)
         for name, options, workers in (("single", Single(), 1), ("averaging", Averaging(tau=10), 4))

@@ -102,7 +102,9 @@ class RunDirectory:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make the run directory {path}: {error.strerror}") from None
+            raise UsageError(
+                f"cannot make the run directory {path}: {error.strerror}; choose another one with --run (run_dir)"
+            ) from None
         return directory
 
     @staticmethod
