@@ -295,6 +295,23 @@ def test_a_finished_run_is_resumed_with_more_steps_and_other_workers(tether: Cal
     assert times == sorted(times)
 
 
+def test_the_table_of_a_resumed_run_says_what_belongs_to_its_last_part(tether: Callable[[str], Said]) -> None:
+    train(tether, "digits --on sim --workers 2 --steps 10 --run one")
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in tether("resume one --steps 30").out.splitlines()}
+    figures = json.loads(Path("one/run.json").read_text())["result"]
+    part = figures["last_part"]
+    assert part["samples"] == 2 * 20 * 32 and figures["samples"] == 2 * 30 * 32
+    assert figures["samples_per_second"] == part["samples"] / part["seconds"]
+    assert lines["seconds"] == (
+        f"{figures['seconds']:.4g} (virtual), the last part {part['seconds']:.4g} with "
+        f"{figures['samples_per_second']:,.0f} samples/s"
+    )
+    assert all(lines[name].endswith("in the last part") for name in ("utilization", "sent"))
+    said = " ".join(tether("report one").out.split())
+    assert "one: samples/s, utilization, overlap and MB sent are those of its last part" in said
+    assert "last part" not in tether("train digits --on sim --steps 4").out
+
+
 def test_a_recorded_run_is_replayed(tether: Callable[[str], Said]) -> None:
     train(tether, "digits --on sim --workers 2 --steps 4 --record --run one")
     said = tether("replay one")

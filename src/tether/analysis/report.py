@@ -166,6 +166,8 @@ def _remarks(runs: Sequence[RunRecord]) -> list[str]:
         status, reason = run.config["status"], run.config["error"] or run.config["reason"]
         if status != "finished":
             remarks.append(f"{run.name}: {status}{f' ({reason})' if reason else ''}; the figures are those so far.")
+        if "last_part" in run.figures and run.figures["last_part"]["samples"] != run.figures["samples"]:
+            remarks.append(f"{run.name}: samples/s, utilization, overlap and MB sent are those of its last part.")
         remarks += [f"{run.name}: {note}" for note in run.notes]
     return remarks
 
