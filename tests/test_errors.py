@@ -104,7 +104,10 @@ def test_tether_spark_needs_no_import_of_its_own_and_names_the_extra_to_install(
     if pyspark == "with":
         assert done.stdout.strip() == "<class 'tether.spark.frame.FrameTask'>", done.stderr
     else:
-        expected = "UsageError: this needs pyspark, which is not installed: pip install 'tether[spark]'"
+        expected = (
+            "UsageError: this needs pyspark, which is not installed: in Tether's folder, "
+            "pip install -c constraints.txt '.[spark]'"
+        )
         assert done.returncode == 1 and done.stderr.strip().endswith(expected)
 
 

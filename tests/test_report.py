@@ -257,7 +257,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "tether.analysis.plots")
     monkeypatch.delattr(tether.analysis, "plots")
-    with pytest.raises(UsageError, match=r"needs matplotlib, .*tether\[plot\]"):
+    with pytest.raises(UsageError, match=r"needs matplotlib, .*'\.\[plot\]'"):
         write_report([run_in(tmp_path / "a", TRAINING)], tmp_path)
 
 

@@ -121,4 +121,9 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
 
 def missing_extra(package: str, extra: str) -> UsageError:
     """The error for an optional dependency that is not installed."""
-    return UsageError(f"this needs {package}, which is not installed: pip install 'tether[{extra}]'")
+    return UsageError(f"this needs {package}, which is not installed: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for the packages of an extra. No package index has Tether itself."""
+    return f"in Tether's folder, pip install -c constraints.txt '.[{extra}]'"
