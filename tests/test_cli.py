@@ -363,6 +363,7 @@ WRONG = [
     ("train digits --epochs 1 --steps 2", "either epochs or steps"),
     ("train digits --until soon", "write it like error<0.05"),
     ("train digits --on sim --until loss2<1", "the task has error, loss"),
+    ("train digits --on sim --until eror<0.1", "the task has error, loss. Did you mean 'error'?"),
     ("train digits --workers 0", "must be at least 1"),
     ("train digits --protocol single --workers 3", "uses 1 worker"),
     ("train digits --on sim --set batch_size=2000", "mini-batches of 2000 samples"),

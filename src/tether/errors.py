@@ -114,9 +114,13 @@ def own_faults() -> Iterator[None]:
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for an unknown name: it lists the known ones and guesses which was meant."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return UsageError(f"unknown {kind} {name!r}; known: {', '.join(names)}.{guess}")
+    return UsageError(f"unknown {kind} {name!r}; known: {', '.join(names)}.{guess(name, names)}")
+
+
+def guess(name: str, known: Iterable[str]) -> str:
+    """A question, after a space, whether the known name that is most like this one was meant; "" if none is."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def missing_extra(package: str, extra: str) -> UsageError:

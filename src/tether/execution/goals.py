@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tether.core.machine import Schedule
-from tether.errors import UsageError
+from tether.errors import UsageError, guess
 from tether.execution.checkpoint import Restored
 from tether.task import Task, primary_metric
 
@@ -140,7 +140,8 @@ class Until:
     def holds(self, metrics: dict[str, float]) -> bool:
         if self.metric not in metrics:
             known = ", ".join(sorted(metrics)) or "none: its evaluate() returns no metrics"
-            raise UsageError(f"the condition names the metric {self.metric!r}; the task has {known}")
+            meant = guess(self.metric, metrics)
+            raise UsageError(f"the condition names the metric {self.metric!r}; the task has {known}.{meant}")
         return bool(self._RELATIONS[self.relation](metrics[self.metric], self.value))
 
     def __str__(self) -> str:
