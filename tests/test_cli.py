@@ -164,6 +164,9 @@ class WrongSchedule(Good):
 class TextMetric(Good):
     def evaluate(self, model): return {"error": "low"}
 
+class Sized(Good):
+    def __init__(self, size): self.size = size
+
 class FailingConstructor(Good):
     def __init__(self): self.rows = [][1]
 """
@@ -357,6 +360,7 @@ WRONG = [
     ("train digits --on sim --link 1foo", "such as 1gbit"),
     ("train digits --on sim --latency fast", "such as 0.2ms"),
     ("train digits --on sim --step-seconds 0", "a step takes some time"),
+    ("train digits --on sim --step-seconds -1", "step_seconds cannot be negative: '-1'"),
     ("train digits --on sim --model-bytes 0", "such as 7MiB"),
     ("train digits --on sim --faults none.json", "cannot read the faults in none.json"),
     ("train digits --epochs 0", "epochs must be more than 0"),
@@ -370,6 +374,8 @@ WRONG = [
     ("train digits --on sim --workers 5000", "1442 training samples for 5000 workers"),
     ("train digits --seed -3", "seed cannot be negative"),
     ("train fashion", "pass --data"),
+    ("train digits --data .", "task digits takes no data: leave out --data"),
+    ("train bad.py:Sized", "the constructor of task bad.py:Sized needs size: pass --set size=VALUE"),
     ("train nofile.py:Task", "there is no file"),
     ("train bad.py:Other", "has no class Other"),
     ("train bad.py:NoModel --on sim", "lacks the method model()"),
@@ -383,8 +389,9 @@ WRONG = [
     ("train bad.py:FailingMetrics --on sim", "evaluate() failed: ZeroDivisionError"),
     ("train bad.py:NeedsClosure --on sim", "LBFGS calls the loss itself"),
     ("train bad.py:NeedsShapes --on sim --protocol server", "use protocol 'averaging' or 'single'"),
-    ("resume nowhere", "is not a run directory"),
-    ("report nowhere", "nowhere"),
+    ("resume nowhere", "there is no folder nowhere: name a run directory, such as one below runs/"),
+    ("report nowhere", "there is no folder nowhere"),
+    ("resume .", "is not a run directory: it has no run.json"),
     (
         "bench nothing",
         "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, grid, mpca, overhead, rudra",

@@ -126,6 +126,8 @@ class RunDirectory:
     @staticmethod
     def open(path: Path) -> RunDirectory:
         """An existing run."""
+        if not path.is_dir():
+            raise UsageError(f"there is no folder {path}: name a run directory, such as one below runs/")
         if not (path / "run.json").is_file() and not (path / "checkpoints").is_dir():
             raise UsageError(f"{path} is not a run directory: it has no run.json")
         return RunDirectory(path)
