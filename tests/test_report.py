@@ -229,6 +229,13 @@ def test_the_page_shows_everything_measured_but_no_counters(full: tuple[str, byt
     assert "their seconds are virtual" in full[0]
 
 
+def test_the_words_of_a_table_are_whole_and_a_wide_table_scrolls(full: tuple[str, bytes]) -> None:
+    page, _ = full
+    assert re.search(r"^table \{.*overflow-wrap: normal;", page, re.MULTILINE), "the page breaks long words elsewhere"
+    assert ".scroll { overflow-x: auto;" in page
+    assert page.count("<table>") == page.count('<div class="scroll"><table>') > 0
+
+
 def test_text_is_escaped(full: tuple[str, bytes]) -> None:
     assert "i" not in Page(full[0]).tags
     assert "&lt;i&gt;$x_$&lt;/i&gt;" in full[0]

@@ -107,7 +107,7 @@ def _processes_table(results: Mapping[str, Result]) -> Table:
             str(figures["workers"]),
             f"{figures['seconds']:.2f}",
             f"{figures['samples_per_second']:,.0f}",
-            f"{100 * result.metrics['error']:.2f} %",
+            f"{result.metrics['error']:.2%}",
         )
     return table
 

@@ -324,7 +324,7 @@ class _ErrorText:
         self.scale, self.unit = (100, "percentage points") if metric == "error" else (1, f"of {metric}")
 
     def __call__(self, row: Row) -> str:
-        return f"{self.scale * row['error']:.2f} %" if self.metric == "error" else f"{row['error']:.4g}"
+        return f"{row['error']:.2%}" if self.metric == "error" else f"{row['error']:.4g}"
 
 
 def _compare_with_one_worker(rows: list[Row], base: Row, shown: _ErrorText, ratios: dict[str, float]) -> str:
