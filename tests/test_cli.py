@@ -651,8 +651,13 @@ def test_the_demo_compares_protocols_on_a_slow_network_and_writes_two_reports(
         _, _, seconds, speedup, computing = row(said, label)
         assert int(seconds) > 0 and float(speedup) > 0 and computing.endswith("%"), label
     assert "times as fast as one worker" in said.out
-    for place, runs in (("report", 5), ("report-processes", 2)):
-        assert f"digits: {runs} runs" in (tmp_path / "out" / place / "report.html").read_text()
+    pages = {place: (tmp_path / "out" / place / "report.html").read_text() for place in ("report", "report-processes")}
+    for page, runs in zip(pages.values(), (5, 2), strict=True):
+        assert f"digits: {runs} runs" in page
+    assert "8 simulated workers, links of 100mbit, a model of 1MiB" in pages["report"]
+    assert "times as fast as one worker" in pages["report"]
+    assert "in processes of this machine" in pages["report-processes"]
+    assert said.out.index("open first") < said.out.index("report/report.html") < said.out.index("report-processes")
 
 
 def row(said: Said, label: str) -> list[str]:

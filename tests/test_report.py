@@ -236,6 +236,12 @@ def test_the_words_of_a_table_are_whole_and_a_wide_table_scrolls(full: tuple[str
     assert page.count("<table>") == page.count('<div class="scroll"><table>') > 0
 
 
+def test_a_note_stands_at_the_top_of_the_page(tmp_path: Path) -> None:
+    page, _ = write_report([run_in(tmp_path / "a", TRAINING)], tmp_path, note="8 workers & a slow network")
+    heading, note, summary = (page.read_text().index(text) for text in ("</h1>", "8 workers &amp; a", "Summary</h2>"))
+    assert heading < note < summary
+
+
 def test_text_is_escaped(full: tuple[str, bytes]) -> None:
     assert "i" not in Page(full[0]).tags
     assert "&lt;i&gt;$x_$&lt;/i&gt;" in full[0]

@@ -97,8 +97,11 @@ def check_writable(folder: Path) -> None:
         raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --to") from None
 
 
-def write_report(runs: Sequence[RunRecord], directory: Path) -> tuple[Path, Path]:
-    """Write report.html, which loads no other file, and report.png into `directory`; return their paths."""
+def write_report(runs: Sequence[RunRecord], directory: Path, note: str = "") -> tuple[Path, Path]:
+    """Write report.html, which loads no other file, and report.png into `directory`; return their paths.
+
+    `note` says at the top of the page what it shows.
+    """
     if not runs:
         raise UsageError("a report needs at least one run: name one or more run directories")
     check_writable(directory)
@@ -110,7 +113,7 @@ def write_report(runs: Sequence[RunRecord], directory: Path) -> tuple[Path, Path
     sections = plots.sections(styles)
     directory.mkdir(parents=True, exist_ok=True)
     page, picture = directory / "report.html", directory / "report.png"
-    page.write_text(_page(styles, sections), encoding="utf-8")
+    page.write_text(_page(styles, sections, note), encoding="utf-8")
     picture.write_bytes(plots.png(_heading(runs), sections))
     return page, picture
 
@@ -172,10 +175,11 @@ def _remarks(runs: Sequence[RunRecord]) -> list[str]:
     return remarks
 
 
-def _page(styles: Sequence[RunStyle], sections: Sequence[Section]) -> str:
+def _page(styles: Sequence[RunStyle], sections: Sequence[Section], note: str) -> str:
     runs = [style.run for style in styles]
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in _remarks(runs))
     parts = [
+        f"<p>{escape(note)}</p>" if note else "",
         f"<h2>Summary</h2>{_html_table(_summary(runs), styles)}",
         f'<ul class="remarks">{remarks}</ul>' if remarks else "",
     ]

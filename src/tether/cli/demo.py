@@ -30,6 +30,8 @@ WORKERS, LINK, MODEL_BYTES, STEP_SECONDS = 8, "100mbit", "1MiB", 0.1
 #: small mini-batches have noisy gradients, so that there is something to gain from several workers
 BATCH_SIZE = 2
 TARGET = 0.03
+#: what the runs without a simulator are
+PROCESSES = "digits, in processes of this machine"
 #: at which a simulated run ends that has not reached the target; it is usually reached within 5
 EPOCHS_MAX = 15
 #: by directory: a name, the protocol, and what its workers do
@@ -78,12 +80,12 @@ def demo(
         )
     out.print(_network_table(simulated))
     out.print(_meaning(simulated), highlight=False)
-    for title, results, place in (
-        ("the slow network", simulated, to / "report"),
-        ("real processes", real, to / "report-processes"),
+    for title, results, place, note in (
+        ("open first, the slow network", simulated, to / "report", f"{_network()}. {_meaning(simulated)}"),
+        ("then, real processes", real, to / "report-processes", f"{PROCESSES}, by one worker and by four."),
     ):
-        page, _ = write_report([load_run(result.directory) for result in results.values()], place)
-        out.print(f"{title}: open {page.absolute()}", highlight=False)
+        page, _ = write_report([load_run(result.directory) for result in results.values()], place, note)
+        out.print(f"{title}: {page.absolute()}", highlight=False)
 
 
 def _train(
@@ -97,9 +99,7 @@ def _train(
 
 
 def _processes_table(results: Mapping[str, Result]) -> Table:
-    table = Table(
-        "protocol", "workers", "seconds", "samples/s", "test error", title="digits, in processes of this machine"
-    )
+    table = Table("protocol", "workers", "seconds", "samples/s", "test error", title=PROCESSES)
     for result in results.values():
         figures = result.figures
         table.add_row(
@@ -113,8 +113,7 @@ def _processes_table(results: Mapping[str, Result]) -> Table:
 
 
 def _network_table(results: Mapping[str, Result]) -> Table:
-    title = f"digits to {TARGET:.0%} error: {WORKERS} simulated workers, links of {LINK}, a model of {MODEL_BYTES}"
-    table = Table("protocol", "its workers", "virtual seconds", "speedup", "computing", title=title)
+    table = Table("protocol", "its workers", "virtual seconds", "speedup", "computing", title=_network())
     for name, result in results.items():
         label, _, what = SIMULATED[name]
         speedup = _speedup(results, name)
@@ -126,6 +125,11 @@ def _network_table(results: Mapping[str, Result]) -> Table:
             f"{result.figures['utilization']['mean']:.0%}",
         )
     return table
+
+
+def _network() -> str:
+    """The goal and the simulated cluster."""
+    return f"digits to {TARGET:.0%} error: {WORKERS} simulated workers, links of {LINK}, a model of {MODEL_BYTES}"
 
 
 def _speedup(results: Mapping[str, Result], name: str) -> float | None:
