@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 
 demo: $(READY)
 	@$(BIN)/tether demo
+	@echo "to call tether in this shell: . $(BIN)/activate"
 
 test: lint packages
 	@$(BIN)/python -m pytest -n auto -m 'not (spark or slow)'

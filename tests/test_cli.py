@@ -21,6 +21,8 @@ from tether.cli.bench import BENCHMARKS
 from tether.cli.output import show_report
 from tether.errors import RunError
 from tether.protocols import known
+from tether.runtimes.local import Local
+from tether.runtimes.sim.runtime import Sim
 
 KEYS = {
     "protocol",
@@ -162,6 +164,9 @@ class WrongSchedule(Good):
 class TextMetric(Good):
     def evaluate(self, model): return {"error": "low"}
 
+class Sized(Good):
+    def __init__(self, size): self.size = size
+
 class FailingConstructor(Good):
     def __init__(self): self.rows = [][1]
 """
@@ -293,6 +298,23 @@ def test_a_finished_run_is_resumed_with_more_steps_and_other_workers(tether: Cal
     assert times == sorted(times)
 
 
+def test_the_table_of_a_resumed_run_says_what_belongs_to_its_last_part(tether: Callable[[str], Said]) -> None:
+    train(tether, "digits --on sim --workers 2 --steps 10 --run one")
+    lines = {line.split()[0]: " ".join(line.split()[1:]) for line in tether("resume one --steps 30").out.splitlines()}
+    figures = json.loads(Path("one/run.json").read_text())["result"]
+    part = figures["last_part"]
+    assert part["samples"] == 2 * 20 * 32 and figures["samples"] == 2 * 30 * 32
+    assert figures["samples_per_second"] == part["samples"] / part["seconds"]
+    assert lines["seconds"] == (
+        f"{figures['seconds']:.4g} (virtual), the last part {part['seconds']:.4g} with "
+        f"{figures['samples_per_second']:,.0f} samples/s"
+    )
+    assert all(lines[name].endswith("in the last part") for name in ("utilization", "sent"))
+    said = " ".join(tether("report one").out.split())
+    assert "one: samples/s, utilization, overlap and MB sent are those of its last part" in said
+    assert "last part" not in tether("train digits --on sim --steps 4").out
+
+
 def test_a_recorded_run_is_replayed(tether: Callable[[str], Said]) -> None:
     train(tether, "digits --on sim --workers 2 --steps 4 --record --run one")
     said = tether("replay one")
@@ -338,18 +360,22 @@ WRONG = [
     ("train digits --on sim --link 1foo", "such as 1gbit"),
     ("train digits --on sim --latency fast", "such as 0.2ms"),
     ("train digits --on sim --step-seconds 0", "a step takes some time"),
+    ("train digits --on sim --step-seconds -1", "step_seconds cannot be negative: '-1'"),
     ("train digits --on sim --model-bytes 0", "such as 7MiB"),
     ("train digits --on sim --faults none.json", "cannot read the faults in none.json"),
     ("train digits --epochs 0", "epochs must be more than 0"),
     ("train digits --epochs 1 --steps 2", "either epochs or steps"),
     ("train digits --until soon", "write it like error<0.05"),
     ("train digits --on sim --until loss2<1", "the task has error, loss"),
+    ("train digits --on sim --until eror<0.1", "the task has error, loss. Did you mean 'error'?"),
     ("train digits --workers 0", "must be at least 1"),
     ("train digits --protocol single --workers 3", "uses 1 worker"),
     ("train digits --on sim --set batch_size=2000", "mini-batches of 2000 samples"),
     ("train digits --on sim --workers 5000", "1442 training samples for 5000 workers"),
     ("train digits --seed -3", "seed cannot be negative"),
     ("train fashion", "pass --data"),
+    ("train digits --data .", "task digits takes no data: leave out --data"),
+    ("train bad.py:Sized", "the constructor of task bad.py:Sized needs size: pass --set size=VALUE"),
     ("train nofile.py:Task", "there is no file"),
     ("train bad.py:Other", "has no class Other"),
     ("train bad.py:NoModel --on sim", "lacks the method model()"),
@@ -362,9 +388,10 @@ WRONG = [
     ("train bad.py:BadMetrics --on sim", "return a dict of numbers"),
     ("train bad.py:FailingMetrics --on sim", "evaluate() failed: ZeroDivisionError"),
     ("train bad.py:NeedsClosure --on sim", "LBFGS calls the loss itself"),
-    ("train bad.py:NeedsShapes --on sim --protocol server", "averaging, elastic, grid, mpca, single"),
-    ("resume nowhere", "is not a run directory"),
-    ("report nowhere", "nowhere"),
+    ("train bad.py:NeedsShapes --on sim --protocol server", "averaging, elastic, grid, mpca, single, tide"),
+    ("resume nowhere", "there is no folder nowhere: name a run directory, such as one below runs/"),
+    ("report nowhere", "there is no folder nowhere"),
+    ("resume .", "is not a run directory: it has no run.json"),
     (
         "bench nothing",
         "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, frontier, grid, mpca, overhead",
@@ -375,6 +402,29 @@ WRONG = [
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),
 ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "report one --to bad.py/out",
+        "tune digits --alpha 0.1,0.2 --share 0.5 --to bad.py/out",
+        "study digits --mu 32 --lambda 1 --protocol hard --to bad.py/out",
+        "demo --to bad.py/out",
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_computed(
+    tether: Callable[[str], Said], monkeypatch: pytest.MonkeyPatch, line: str
+) -> None:
+    def computed(*_: Any) -> None:
+        raise AssertionError("a run was computed for nothing")
+
+    train(tether, "digits --on sim --protocol single --steps 2 --run one")
+    for runtime in (Sim, Local):
+        monkeypatch.setattr(runtime, "execute", computed)
+    said = tether(line)
+    assert (said.status, said.out) == (2, "")
+    assert said.err.strip() == "tether: cannot write to bad.py/out: Not a directory; choose another folder with --to"
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG, ids=[line for line, _ in WRONG])
@@ -601,8 +651,13 @@ def test_the_demo_compares_protocols_on_a_slow_network_and_writes_two_reports(
         _, _, seconds, speedup, computing = row(said, label)
         assert int(seconds) > 0 and float(speedup) > 0 and computing.endswith("%"), label
     assert "times as fast as one worker" in said.out
-    for place, runs in (("report", 5), ("report-processes", 2)):
-        assert f"digits: {runs} runs" in (tmp_path / "out" / place / "report.html").read_text()
+    pages = {place: (tmp_path / "out" / place / "report.html").read_text() for place in ("report", "report-processes")}
+    for page, runs in zip(pages.values(), (5, 2), strict=True):
+        assert f"digits: {runs} runs" in page
+    assert "8 simulated workers, links of 100mbit, a model of 1MiB" in pages["report"]
+    assert "times as fast as one worker" in pages["report"]
+    assert "in processes of this machine" in pages["report-processes"]
+    assert said.out.index("open first") < said.out.index("report/report.html") < said.out.index("report-processes")
 
 
 def row(said: Said, label: str) -> list[str]:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tether import Averaging, Server, Sim, Single
-from tether.api import resume
+from tether.api import resume, run
 from tether.errors import UsageError, WireError
 from tether.execution.checkpoint import Evaluated, Restored
 from tether.execution.configuration import VERSION
@@ -262,6 +262,27 @@ def test_a_finished_run_without_a_further_goal_is_not_resumed(tmp_path: Path) ->
         resume(tmp_path / "run", Blobs(), progress=make_progress(quiet=True))
 
 
+def test_a_goal_that_is_passed_already_is_refused_with_both_numbers(tmp_path: Path) -> None:
+    train_quietly(Blobs(), Averaging(tau=2), Sim(workers=2), tmp_path / "run", steps=20)
+    with pytest.raises(UsageError, match=r"^20 steps are made already, more than the 10 asked for: give more epochs"):
+        resume(tmp_path / "run", Blobs(), steps=10, progress=make_progress(quiet=True))
+
+
+@pytest.mark.parametrize("length", [{"epochs": 500}, {"steps": 8000}, {}], ids=str)
+def test_a_resume_with_only_a_time_or_a_target_keeps_the_length_of_the_run(
+    length: dict[str, Any], tmp_path: Path
+) -> None:
+    class Long(Blobs):
+        epochs = 500
+
+    begun = {"stop": lambda: "that is enough", "trace": False, "run_dir": tmp_path / "run"}
+    run(Long(), Single(), Sim(1), progress=make_progress(quiet=True), **begun, **length)
+    for goal in ({"seconds": 1.0}, {"until": "error<2"}, {"patience": 1}):
+        resume(tmp_path / "run", Long(), progress=make_progress(quiet=True), **goal)  # type: ignore[arg-type]
+        kept = RunDirectory.open(tmp_path / "run").read_config()["request"]
+        assert {name: kept[name] for name in ("epochs", "steps") if kept[name]} == (length or {"epochs": 500})
+
+
 # ---- the directory itself -------------------------------------------------------------------------------------------
 
 
@@ -270,6 +291,47 @@ def test_a_directory_that_holds_a_run_is_refused(directory: RunDirectory) -> Non
     with pytest.raises(UsageError, match=r"holds a run already.*'tether resume "):
         RunDirectory.create(directory.path, "another")
     assert directory.read_config() == config("finished")
+
+
+@pytest.mark.parametrize("status", ["running", "interrupted", "failed"])
+def test_a_run_that_ended_without_a_checkpoint_gives_way_to_a_new_one(directory: RunDirectory, status: str) -> None:
+    directory.write_config(config(status))
+    directory.metrics.write_text('{"kind": "note", "text": "of the old run"}\n')
+    (directory.path / "logs").mkdir()
+    (directory.path / "checkpoints" / ".partial-1-1").mkdir(parents=True)
+    (directory.path / "mine.txt").write_text("not of a run")
+    taken = RunDirectory.create(directory.path, "another")
+    assert {path.name for path in directory.path.iterdir()} == {"mine.txt", "lock"}
+    assert taken.notes == [f"{directory.path} held a run that ended without a checkpoint: its files were removed"]
+
+
+def test_a_run_gives_way_only_if_nothing_of_it_is_lost_and_nobody_runs_it(directory: RunDirectory) -> None:
+    directory.write_config(config("running"))
+    with directory.lock(), pytest.raises(UsageError, match=r"is in use by process \d+"):
+        RunDirectory.create(directory.path, "another")
+    directory.write_config(config("interrupted", checkpoints="hdfs://elsewhere"))
+    with pytest.raises(UsageError, match="holds a run already"):
+        RunDirectory.create(directory.path, "another")
+    directory.write_config(config("interrupted"))
+    save(directory, 3)
+    with pytest.raises(UsageError, match="holds a run already"):
+        RunDirectory.create(directory.path, "another")
+    assert newest(directory).step == 3
+
+
+def test_a_run_that_failed_at_once_is_not_resumed_but_started_again_in_its_directory(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    class Failing(Blobs):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            raise ValueError("a fault of the user")
+
+    with pytest.raises(UsageError, match="a fault of the user"):
+        train_quietly(Failing(), Averaging(), Sim(2), run, steps=4)
+    expected = rf"no checkpoint to continue from: start the run again, with --run {run} \(run_dir\)"
+    with pytest.raises(UsageError, match=expected):
+        resume(run, Blobs(), progress=make_progress(quiet=True))
+    assert train_quietly(Blobs(), Averaging(), Sim(2), run, steps=4).figures["steps"] == 4
 
 
 def test_unnamed_runs_get_names_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

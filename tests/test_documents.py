@@ -173,7 +173,6 @@ FLOWERS = textwrap.dedent(
 )
 #: the last stage by itself, which is what the document loads
 SAVED = """
-from tether.spark.estimator import TetherModel
 model.stages[-1].save("my-model")
 """
 #: `fit` was given columns of numbers, and a FrameTask is given features and labels

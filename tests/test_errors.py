@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +104,71 @@ def test_tether_spark_needs_no_import_of_its_own_and_names_the_extra_to_install(
     if pyspark == "with":
         assert done.stdout.strip() == "<class 'tether.spark.frame.FrameTask'>", done.stderr
     else:
-        expected = "UsageError: this needs pyspark, which is not installed: pip install 'tether[spark]'"
+        expected = (
+            "UsageError: this needs pyspark, which is not installed: in Tether's folder, "
+            "pip install -c constraints.txt '.[spark]'"
+        )
         assert done.returncode == 1 and done.stderr.strip().endswith(expected)
 
 
-@pytest.mark.parametrize("goal", [{"epochs": "5"}, {"steps": [3]}, {"seconds": "1s"}], ids=str)
+@pytest.mark.parametrize(
+    "goal",
+    [{"epochs": "5"}, {"steps": [3]}, {"seconds": "1s"}, {"patience": "2"}, {"seed": "0"}, {"checkpoint_seconds": "1"}],
+    ids=str,
+)
 def test_a_goal_of_a_wrong_type_is_refused_as_such(goal: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=f"{next(iter(goal))} must be more than 0, not "):
+    name, value = next(iter(goal.items()))
+    with pytest.raises(UsageError, match=f"^{name} must be a number, not {re.escape(repr(value))}$"):
         tether.run(Blobs(), on=Sim(2), run_dir=tmp_path / "run", progress=make_progress(quiet=True), **goal)
+
+
+@pytest.mark.parametrize("call", [tether.run, tether.start, tether.resume], ids=lambda call: call.__name__)
+def test_an_unknown_argument_is_refused_with_the_one_that_was_probably_meant(call: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match=r"unknown argument 'epoch'; known: .* Did you mean 'epochs'\?"):
+        call(Blobs(), epoch=1)
+
+
+def test_a_missing_or_surplus_argument_is_a_usage_error() -> None:
+    with pytest.raises(UsageError, match=r"run\(\): missing a required argument: 'task'"):
+        tether.run()  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match=r"run\(\): too many positional arguments"):
+        tether.run(Blobs(), Averaging(), Sim(2), 5)  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("on", ["sim", 4, Local], ids=repr)
+def test_a_runtime_that_is_none_is_refused_with_those_that_there_are(on: Any) -> None:
+    expected = f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}"
+    with pytest.raises(UsageError, match=f"^{re.escape(expected)}$"):
+        tether.run(Blobs(), on=on, steps=1)
+
+
+def test_the_class_of_a_protocol_is_refused_with_what_to_write() -> None:
+    for options in ({"protocol": Averaging}, {"warmup": Averaging}):
+        with pytest.raises(UsageError, match=r"write tether\.Averaging\(\)$"):
+            tether.run(Blobs(), on=Sim(2), steps=1, **options)
+
+
+@pytest.mark.parametrize("runtime", [Local, Sim])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"workers": "4"}, "workers must be a whole number, not '4'"),
+        ({"workers": 2.5}, "workers must be a whole number, not 2.5"),
+        ({"workers": 0}, "workers must be at least 1, not 0"),
+        ({"threads": 0}, "threads must be at least 1, not 0"),
+    ],
+    ids=str,
+)
+def test_a_runtime_says_which_of_its_settings_is_wrong(
+    runtime: Callable[..., Any], settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        runtime(**settings)
+
+
+def test_processes_need_a_number_of_restarts_and_time_to_respond() -> None:
+    with pytest.raises(UsageError, match=r"^restarts must be at least 0, not -1$"):
+        Local(restarts=-1)
+    for seconds in (1.0, "60"):
+        with pytest.raises(UsageError, match=f"^hung_seconds must be a number of at least 2, not {seconds!r}$"):
+            Local(hung_seconds=seconds)  # type: ignore[arg-type]

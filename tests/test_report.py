@@ -229,6 +229,19 @@ def test_the_page_shows_everything_measured_but_no_counters(full: tuple[str, byt
     assert "their seconds are virtual" in full[0]
 
 
+def test_the_words_of_a_table_are_whole_and_a_wide_table_scrolls(full: tuple[str, bytes]) -> None:
+    page, _ = full
+    assert re.search(r"^table \{.*overflow-wrap: normal;", page, re.MULTILINE), "the page breaks long words elsewhere"
+    assert ".scroll { overflow-x: auto;" in page
+    assert page.count("<table>") == page.count('<div class="scroll"><table>') > 0
+
+
+def test_a_note_stands_at_the_top_of_the_page(tmp_path: Path) -> None:
+    page, _ = write_report([run_in(tmp_path / "a", TRAINING)], tmp_path, note="8 workers & a slow network")
+    heading, note, summary = (page.read_text().index(text) for text in ("</h1>", "8 workers &amp; a", "Summary</h2>"))
+    assert heading < note < summary
+
+
 def test_text_is_escaped(full: tuple[str, bytes]) -> None:
     assert "i" not in Page(full[0]).tags
     assert "&lt;i&gt;$x_$&lt;/i&gt;" in full[0]
@@ -257,7 +270,7 @@ def test_without_matplotlib_the_error_names_the_extra(tmp_path: Path, monkeypatc
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "tether.analysis.plots")
     monkeypatch.delattr(tether.analysis, "plots")
-    with pytest.raises(UsageError, match=r"needs matplotlib, .*tether\[plot\]"):
+    with pytest.raises(UsageError, match=r"needs matplotlib, .*'\.\[plot\]'"):
         write_report([run_in(tmp_path / "a", TRAINING)], tmp_path)
 
 

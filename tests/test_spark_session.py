@@ -196,5 +196,5 @@ def test_without_any_java_it_is_said_what_to_install(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": str(tmp_path), "TMPDIR": str(tmp_path)}
     environment.pop("JAVA_HOME", None)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "pip install 'tether[spark]'" in done.stderr
+    assert done.returncode == 1 and "pip install -c constraints.txt '.[spark]'" in done.stderr
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"

@@ -163,7 +163,7 @@ def test_rudra_table2_the_rule_is_recommended_where_mu_lambda_decides() -> None:
     assert ratios["spread_hard"] == pytest.approx(1.05) and ratios["between_hard"] == pytest.approx(9.45)
     assert ratios["speedup_at_baseline_error"] == pytest.approx((100 + 1.28) / (100 / 30 + 0.04))
     assert "differs by 1.05 percentage points on average (at most 1.10)" in told["recommendation"]
-    assert "take mu=4. The nearest cell that was run, hard mu=4 lambda=30, has 18.10 %" in told["recommendation"]
+    assert "take mu=4. The nearest cell that was run, hard mu=4 lambda=30, has 18.10%" in told["recommendation"]
     assert [(row["mu"], row["lambda"]) for row in told["front"]] == [(4, 30), (128, 1)]
 
 

@@ -147,6 +147,11 @@ def test_fewer_samples_than_workers_are_refused() -> None:
     assert check_task(Numbers(1), range(4), workers=4) == 4
 
 
+def test_no_samples_at_all_are_refused_as_such() -> None:
+    with pytest.raises(TaskError, match=r"^train_data\(\) of task Numbers returned no samples: "):
+        check_task(Numbers(1), range(0), workers=4)
+
+
 def test_a_mini_batch_larger_than_the_data_is_refused_with_the_numbers() -> None:
     with pytest.raises(TaskError, match=r"mini-batches of 11 samples, .* 10 training samples.* at most 10"):
         check_task(Numbers(11), range(10), workers=1)

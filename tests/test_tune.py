@@ -222,8 +222,8 @@ def test_the_corridor_is_what_lies_around_the_best_without_a_gap() -> None:
     found = made(0.105, 0.2, 0.109, 0.1, 0.11, None, 0.1001)
     assert [point.alpha for point in found.corridor] == [0.04, 0.08, 0.16]
     assert found.figures["corridor"] == [0.04, 0.16] and not found.figures["at_edge"]
-    assert "Take alpha=0.08: error 10.00 %." in found.recommendation
-    assert "Corridor: 0.04 to 0.16, at most 10 % worse than the best (3 of 7 values)." in found.recommendation
+    assert "Take alpha=0.08: error 10.00%." in found.recommendation
+    assert "Corridor: 0.04 to 0.16, at most 10% worse than the best (3 of 7 values)." in found.recommendation
     assert "was tried" not in found.recommendation
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-from tether.errors import UsageError, own_faults
+from tether.errors import UsageError, own_faults, unknown
 from tether.execution.directory import RunDirectory
 from tether.execution.execute import Execution, described, plan_phases
 from tether.execution.goals import Request
@@ -35,8 +37,34 @@ from tether.tasks import not_while_importing
 
 __all__ = ["Result", "Training", "replay_recorded", "resume", "run", "start"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _checks_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn arguments that a function does not take into a usage error, which Python would call a TypeError."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        _check_names(kwargs, signature)
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{function.__name__}(): {error}; see help(tether.{function.__name__})") from None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _check_names(given: Iterable[str], signature: inspect.Signature) -> None:
+    for name in given:
+        if name not in signature.parameters:
+            raise unknown("argument", name, signature.parameters)
+
 
 @own_faults()
+@_checks_arguments
 def run(
     task: Task,
     protocol: Options | None = None,
@@ -76,7 +104,8 @@ def run(
         ended the run.
     warmup, warmup_epochs: begin with this many epochs of another protocol, such as tether.Server(sync="hard").
     seed: of the model's first weights, of the order of the data, and of all other random numbers.
-    run_dir: where to keep the run; the default is a new directory below `runs`.
+    run_dir: where to keep the run; the default is a new directory below `runs`. The files of a run that ended there
+        without a checkpoint are removed; a directory that holds any other run is refused.
     evaluate_every: epochs between two evaluations of the joint model. Evaluations that fall behind are done after
         training, as far as their models fit into 512 MiB.
     checkpoint_seconds: time between two checkpoints.
@@ -98,9 +127,9 @@ def run(
     not_while_importing()
     check_is_task(task)
     protocol = protocol if protocol is not None else make_protocol(task.protocol)
-    for options in filter(None, (protocol, warmup)):
-        if not isinstance(options, Options):
-            raise UsageError(f"protocol must be options such as tether.Averaging(), not {options!r}")
+    _check_protocol("protocol", protocol)
+    if warmup is not None:
+        _check_protocol("warmup", warmup)
     request = Request(
         epochs,
         steps,
@@ -116,6 +145,8 @@ def run(
         patience,
     )
     on = on if on is not None else Local(protocol.workers_max or 2)
+    if isinstance(on, type) or not hasattr(on, "execute"):
+        raise UsageError(f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}")
     phases = plan_phases(task, protocol, on, request)
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
@@ -201,10 +232,12 @@ def start(
 ) -> Training:
     """As `run`, but in the background: returns a handle to the run at once."""
     not_while_importing()
+    _check_names(options, inspect.signature(run))
     return Training(lambda stop, display: run(task, protocol, on, stop=stop, progress=display, **options), progress)
 
 
 @own_faults()
+@_checks_arguments
 def resume(
     run_dir: Path | str,
     task: Task | None = None,
@@ -225,8 +258,9 @@ def resume(
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
     master: for a run on Spark, another cluster than before. An existing session is used as it is.
-    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. A model
-        from before remains the best until a better one is found.
+    epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. Without
+        epochs and steps the run goes no further than it would have gone before. A model from before remains the best
+        until a better one is found.
     """
     asked_at = time.monotonic()
     not_while_importing()
@@ -242,7 +276,8 @@ def resume(
         if restored is None:
             where = directory.storage.url if directory.storage is not None else directory.path
             damage = "".join(f"; {note}" for note in directory.notes)
-            raise UsageError(f"{where} has no checkpoint to continue from: start the run again{damage}")
+            how = f"with --run {directory.path} (run_dir)" if directory.is_abandoned() else "in another place"
+            raise UsageError(f"{where} has no checkpoint to continue from: start the run again, {how}{damage}")
         if master is not None:
             if config["runtime"]["name"] != "spark":
                 raise UsageError(f"master: {directory.path} was not a run on Spark; leave master out")
@@ -250,7 +285,7 @@ def resume(
         task, protocol, on, request = _reopen(config, task, workers)
         request = replace(request, record=False)  # a record begins at the beginning
         if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
-            request = replace(request, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
+            request = request.with_goal(task, epochs, steps, until, seconds, patience)
         phases = plan_phases(task, protocol, on, request, restored)
         progress = progress or make_progress()
         with Interruption() as interruption:
@@ -274,6 +309,13 @@ def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, 
             node = node.successor()
         counts[file.stem] = replay(file, plan.messages, *plan.build(node))
     return counts
+
+
+def _check_protocol(name: str, options: object) -> None:
+    """Refuse anything that is not the options of a protocol, such as their class."""
+    if not isinstance(options, Options):
+        what = options.__name__ if isinstance(options, type) and issubclass(options, Options) else "Averaging"
+        raise UsageError(f"{name} must be options such as tether.Averaging(), not {options!r}: write tether.{what}()")
 
 
 def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> tuple[Task, Options, Runtime, Request]:

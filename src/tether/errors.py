@@ -85,6 +85,8 @@ class Interrupted(KeyboardInterrupt):
         self.result = result
         when = f"after step {result.figures['steps']}" if result is not None else "without a result"
         how = f"; continue with 'tether resume {directory}'" if resumable else ""
+        if result is None and not resumable:
+            how = f" and without a checkpoint: start the run again, if you like with --run {directory} (run_dir)"
         super().__init__(f"interrupted {when}{how}")
 
 
@@ -112,11 +114,20 @@ def own_faults() -> Iterator[None]:
 def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for an unknown name: it lists the known ones and guesses which was meant."""
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1)
-    guess = f" Did you mean {close[0]!r}?" if close else ""
-    return UsageError(f"unknown {kind} {name!r}; known: {', '.join(names)}.{guess}")
+    return UsageError(f"unknown {kind} {name!r}; known: {', '.join(names)}.{guess(name, names)}")
+
+
+def guess(name: str, known: Iterable[str]) -> str:
+    """A question, after a space, whether the known name that is most like this one was meant; "" if none is."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def missing_extra(package: str, extra: str) -> UsageError:
     """The error for an optional dependency that is not installed."""
-    return UsageError(f"this needs {package}, which is not installed: pip install 'tether[{extra}]'")
+    return UsageError(f"this needs {package}, which is not installed: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """What to type for the packages of an extra. No package index has Tether itself."""
+    return f"in Tether's folder, pip install -c constraints.txt '.[{extra}]'"

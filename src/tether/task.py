@@ -219,6 +219,10 @@ def check_task(task: Task, data: Any, workers: int) -> int:
         )
     with users_code(task, "the length of train_data()"):
         count = len(data)
+    if count == 0:
+        raise TaskError(
+            f"train_data() of task {type(task).__name__} returned no samples: check where it takes them from"
+        )
     if count < workers:
         raise TaskError(
             f"task {type(task).__name__} has {count} training samples for {workers} workers: "

@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -87,10 +88,23 @@ def _rich_table(title: str, grid: Sequence[Sequence[str]]) -> Table:
     return result
 
 
-def write_report(runs: Sequence[RunRecord], directory: Path) -> tuple[Path, Path]:
-    """Write report.html, which loads no other file, and report.png into `directory`; return their paths."""
+def check_writable(folder: Path) -> None:
+    """Refuse a folder for results, which need not exist yet, if files cannot be written to it."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        TemporaryFile(dir=existing).close()
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; choose another folder with --to") from None
+
+
+def write_report(runs: Sequence[RunRecord], directory: Path, note: str = "") -> tuple[Path, Path]:
+    """Write report.html, which loads no other file, and report.png into `directory`; return their paths.
+
+    `note` says at the top of the page what it shows.
+    """
     if not runs:
         raise UsageError("a report needs at least one run: name one or more run directories")
+    check_writable(directory)
     try:
         from tether.analysis import plots
     except ImportError:
@@ -99,7 +113,7 @@ def write_report(runs: Sequence[RunRecord], directory: Path) -> tuple[Path, Path
     sections = plots.sections(styles)
     directory.mkdir(parents=True, exist_ok=True)
     page, picture = directory / "report.html", directory / "report.png"
-    page.write_text(_page(styles, sections), encoding="utf-8")
+    page.write_text(_page(styles, sections, note), encoding="utf-8")
     picture.write_bytes(plots.png(_heading(runs), sections))
     return page, picture
 
@@ -155,14 +169,17 @@ def _remarks(runs: Sequence[RunRecord]) -> list[str]:
         status, reason = run.config["status"], run.config["error"] or run.config["reason"]
         if status != "finished":
             remarks.append(f"{run.name}: {status}{f' ({reason})' if reason else ''}; the figures are those so far.")
+        if "last_part" in run.figures and run.figures["last_part"]["samples"] != run.figures["samples"]:
+            remarks.append(f"{run.name}: samples/s, utilization, overlap and MB sent are those of its last part.")
         remarks += [f"{run.name}: {note}" for note in run.notes]
     return remarks
 
 
-def _page(styles: Sequence[RunStyle], sections: Sequence[Section]) -> str:
+def _page(styles: Sequence[RunStyle], sections: Sequence[Section], note: str) -> str:
     runs = [style.run for style in styles]
     remarks = "".join(f"<li>{escape(remark)}</li>" for remark in _remarks(runs))
     parts = [
+        f"<p>{escape(note)}</p>" if note else "",
         f"<h2>Summary</h2>{_html_table(_summary(runs), styles)}",
         f'<ul class="remarks">{remarks}</ul>' if remarks else "",
     ]

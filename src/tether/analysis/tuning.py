@@ -61,7 +61,7 @@ class Tuning:
 
     @property
     def limit_text(self) -> str:
-        return f"{100 * self.tolerance:g} % worse than the best"
+        return f"{100 * self.tolerance:g}% worse than the best"
 
     @property
     def corridor(self) -> list[Point]:
@@ -91,7 +91,7 @@ class Tuning:
         best, corridor = self.best, self.corridor
         if best is None or best.value is None:
             return "No alpha converged: lower the learning rate."
-        value = f"{100 * best.value:.2f} %" if self.percent else f"{best.value:.4g}"
+        value = f"{best.value:.2%}" if self.percent else f"{best.value:.4g}"
         advice = [f"Take alpha={best.alpha:g}: {self.metric} {value}."]
         if len(corridor) > 1:
             advice.append(
@@ -144,7 +144,7 @@ class Tuning:
             value = "diverged" if point.value is None else format_number(point.value)
             worse = "-"
             if point.value is not None and best and best.value:
-                worse = f"{100 * abs(point.value / best.value - 1):.1f} %"
+                worse = f"{abs(point.value / best.value - 1):.1%}"
             mark = "best" if point is best else "corridor" if point in corridor else ""
             style = "bold" if point is best else None if point in corridor else "dim"
             result.add_row(f"{point.alpha:g}", value, worse, format_number(point.seconds), mark, style=style)

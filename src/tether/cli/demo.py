@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from tether import tasks
-from tether.analysis.report import write_report
+from tether.analysis.report import check_writable, write_report
 from tether.analysis.runs import load_run
 from tether.api import Result, run
 from tether.cli.output import err, out
@@ -30,6 +30,8 @@ WORKERS, LINK, MODEL_BYTES, STEP_SECONDS = 8, "100mbit", "1MiB", 0.1
 #: small mini-batches have noisy gradients, so that there is something to gain from several workers
 BATCH_SIZE = 2
 TARGET = 0.03
+#: what the runs without a simulator are
+PROCESSES = "digits, in processes of this machine"
 #: at which a simulated run ends that has not reached the target; it is usually reached within 5
 EPOCHS_MAX = 15
 #: by directory: a name, the protocol, and what its workers do
@@ -52,6 +54,7 @@ def demo(
 
     Both end with a table and a report to open in a browser. It takes less than a minute.
     """
+    check_writable(to)
     real = {
         name: _train(to / f"{name}-processes", options, Local(workers), epochs=epochs)
         for name, options, workers in (("single", Single(), 1), ("averaging", Averaging(tau=10), 4))
@@ -77,12 +80,12 @@ def demo(
         )
     out.print(_network_table(simulated))
     out.print(_meaning(simulated), highlight=False)
-    for title, results, place in (
-        ("the slow network", simulated, to / "report"),
-        ("real processes", real, to / "report-processes"),
+    for title, results, place, note in (
+        ("open first, the slow network", simulated, to / "report", f"{_network()}. {_meaning(simulated)}"),
+        ("then, real processes", real, to / "report-processes", f"{PROCESSES}, by one worker and by four."),
     ):
-        page, _ = write_report([load_run(result.directory) for result in results.values()], place)
-        out.print(f"{title}: open {page.absolute()}", highlight=False)
+        page, _ = write_report([load_run(result.directory) for result in results.values()], place, note)
+        out.print(f"{title}: {page.absolute()}", highlight=False)
 
 
 def _train(
@@ -96,9 +99,7 @@ def _train(
 
 
 def _processes_table(results: Mapping[str, Result]) -> Table:
-    table = Table(
-        "protocol", "workers", "seconds", "samples/s", "test error", title="digits, in processes of this machine"
-    )
+    table = Table("protocol", "workers", "seconds", "samples/s", "test error", title=PROCESSES)
     for result in results.values():
         figures = result.figures
         table.add_row(
@@ -106,14 +107,13 @@ def _processes_table(results: Mapping[str, Result]) -> Table:
             str(figures["workers"]),
             f"{figures['seconds']:.2f}",
             f"{figures['samples_per_second']:,.0f}",
-            f"{100 * result.metrics['error']:.2f} %",
+            f"{result.metrics['error']:.2%}",
         )
     return table
 
 
 def _network_table(results: Mapping[str, Result]) -> Table:
-    title = f"digits to {TARGET:.0%} error: {WORKERS} simulated workers, links of {LINK}, a model of {MODEL_BYTES}"
-    table = Table("protocol", "its workers", "virtual seconds", "speedup", "computing", title=title)
+    table = Table("protocol", "its workers", "virtual seconds", "speedup", "computing", title=_network())
     for name, result in results.items():
         label, _, what = SIMULATED[name]
         speedup = _speedup(results, name)
@@ -125,6 +125,11 @@ def _network_table(results: Mapping[str, Result]) -> Table:
             f"{result.figures['utilization']['mean']:.0%}",
         )
     return table
+
+
+def _network() -> str:
+    """The goal and the simulated cluster."""
+    return f"digits to {TARGET:.0%} error: {WORKERS} simulated workers, links of {LINK}, a model of {MODEL_BYTES}"
 
 
 def _speedup(results: Mapping[str, Result], name: str) -> float | None:

@@ -38,14 +38,17 @@ def show_result(result: Result, as_json: bool) -> None:
     figures = result.figures
     table = Table(show_header=False, box=None)
     virtual = " (virtual)" if figures["runtime"] == "sim" else ""
+    part = figures["last_part"]
+    resumed = part["samples"] != figures["samples"]
+    of_part, in_part = (f" the last part {part['seconds']:.4g} with", " in the last part") if resumed else ("", "")
     for name, value in {
         "protocol": f"{figures['protocol']} on {figures['runtime']}, workers: {figures['workers']}",
         "steps": f"{figures['steps']} per worker, {figures['samples']} samples, {figures['reason']}",
         **({"model": f"of step {figures['model_step']}"} if figures["model_step"] != figures["steps"] else {}),
         "start-up": f"{figures['startup_seconds']:.4g} seconds",
-        "seconds": f"{figures['seconds']:.4g}{virtual}, {figures['samples_per_second']:,.0f} samples/s",
-        "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}",
-        "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB{_compressed(figures)}",
+        "seconds": f"{figures['seconds']:.4g}{virtual},{of_part} {figures['samples_per_second']:,.0f} samples/s",
+        "utilization": f"{figures['utilization']['mean']:.1%} computing, overlap {figures['overlap']:.1%}{in_part}",
+        "sent": f"{figures['bytes_sent'] / 1e6:,.1f} MB{_compressed(figures)}{in_part}",
         **{metric: f"{value:.4g}" for metric, value in figures["metrics"].items()},
         **(
             {"left out": f"{skipped} gradients that were not finite"}

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tether.analysis.report import speedups, table, write_report
+from tether.analysis.report import check_writable, speedups, table, write_report
 from tether.analysis.runs import load_run
 from tether.cli.output import out
 
@@ -17,6 +17,7 @@ def report(
     to: Annotated[Path, typer.Option(help="The folder that the page and the picture go to.")] = Path("report"),
 ) -> None:
     """Draw runs side by side: a table here, an HTML page and a PNG."""
+    check_writable(to)
     loaded = [load_run(path) for path in runs]
     out.print(table(loaded))
     if (compared := speedups(loaded)) is not None:

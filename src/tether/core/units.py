@@ -31,7 +31,7 @@ def _read(text: str | float, units: dict[str, float] | dict[str, int], what: str
     if isinstance(text, int | float):
         value, unit = float(text), ""
     else:
-        match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+        match = re.fullmatch(r"\s*(-?[0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
         if match is None or match[2] not in units:
             known = ", ".join(unit for unit in units if unit)
             raise UsageError(f"{what} cannot be {text!r}; write a number and a unit ({known}), such as {example}")

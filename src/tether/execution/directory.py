@@ -37,6 +37,9 @@ from tether.execution.lock import exclusive
 from tether.execution.metrics import History, read_history
 
 CHECKPOINTS_KEPT = 2
+#: what a run writes, besides the lock
+FILES = ("metrics.jsonl", "trace.json", "best.safetensors", "run.json")
+FOLDERS = ("checkpoints", "logs", "record")
 
 
 class Storage(Protocol):
@@ -78,7 +81,10 @@ class RunDirectory:
 
     @staticmethod
     def create(path: Path | None, name: str, storage: Storage | None = None) -> RunDirectory:
-        """A new directory: the given one, which must not hold a run yet, or one below `runs`, named after the run."""
+        """A new directory: the given one, or one below `runs`, named after the run.
+
+        The given one must not hold a run yet, unless that run has ended without a checkpoint: its files are removed.
+        """
         if storage is not None and "run.json" in storage.names():
             raise UsageError(
                 f"{storage.url} holds a run already: name another place, or continue it with "
@@ -90,15 +96,16 @@ class RunDirectory:
                 Path("runs") / f"{name}-{stamp}{suffix}" for suffix in ["", *(f"-{i}" for i in range(2, 10_000))]
             )
             path = next(candidate for candidate in candidates if not candidate.exists())
-        elif (path / "run.json").exists() or (path / "checkpoints").exists():
-            raise UsageError(
-                f"{path} holds a run already: name another directory, or continue it with 'tether resume {path}'"
-            )
+        directory = RunDirectory(path, storage)
+        if (path / "run.json").exists() or (path / "checkpoints").exists():
+            directory._remove_abandoned()
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"cannot make the run directory {path}: {error.strerror}") from None
-        return RunDirectory(path, storage)
+            raise UsageError(
+                f"cannot make the run directory {path}: {error.strerror}; choose another one with --run (run_dir)"
+            ) from None
+        return directory
 
     @staticmethod
     def fetch(storage: Storage) -> RunDirectory:
@@ -119,6 +126,8 @@ class RunDirectory:
     @staticmethod
     def open(path: Path) -> RunDirectory:
         """An existing run."""
+        if not path.is_dir():
+            raise UsageError(f"there is no folder {path}: name a run directory, such as one below runs/")
         if not (path / "run.json").is_file() and not (path / "checkpoints").is_dir():
             raise UsageError(f"{path} is not a run directory: it has no run.json")
         return RunDirectory(path)
@@ -133,6 +142,32 @@ class RunDirectory:
                 raise self._cannot_be_used(error) from None
             self._remove_partial()
             yield
+
+    def is_abandoned(self) -> bool:
+        """Whether the run has ended, or was killed, before it left anything to resume from or to look at.
+
+        Only who holds the lock can know that it is not running.
+        """
+        try:
+            config = configuration.read_config(self.path / "run.json")
+        except Damaged:
+            return False  # nobody knows what this was
+        elsewhere = self.storage is not None or config.get("checkpoints")
+        return config["status"] != "finished" and not elsewhere and not self.has_checkpoint()
+
+    def _remove_abandoned(self) -> None:
+        """Remove the files of an abandoned run; UsageError if it is running, or not abandoned."""
+        with self.lock():
+            if not RunDirectory(self.path).is_abandoned():
+                raise UsageError(
+                    f"{self.path} holds a run already: name another directory, or continue it with 'tether resume "
+                    f"{self.path}'"
+                )
+            for folder in FOLDERS:
+                shutil.rmtree(self.path / folder, ignore_errors=True)
+            for file in FILES:  # run.json is the last, so that an interrupted removal can be repeated
+                (self.path / file).unlink(missing_ok=True)
+        self.notes.append(f"{self.path} held a run that ended without a checkpoint: its files were removed")
 
     def _remove_partial(self) -> None:
         for left in self.path.glob(".*.partial"):

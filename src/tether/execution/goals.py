@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import operator
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tether.core.machine import Schedule
-from tether.errors import UsageError
+from tether.errors import UsageError, guess
 from tether.execution.checkpoint import Restored
 from tether.task import Task, primary_metric
 
 #: the most epochs of a run that is given only a target, a time or a patience
 EPOCHS_MAX = 100
+#: the numbers of a request that must be more than 0
+POSITIVE = ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds")
 #: words in a metric's name that say whether lower or higher values are better
 FALLING, RISING = ("error", "loss"), ("accuracy",)
 
@@ -40,9 +42,11 @@ class Request:
     patience: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "steps", "evaluate_every", "warmup_epochs", "seconds"):
+        for name in (*POSITIVE, "checkpoint_seconds", "patience", "seed"):
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, int | float) and value > 0):
+            if value is not None and not isinstance(value, int | float):
+                raise UsageError(f"{name} must be a number, not {value!r}")
+            if value is not None and name in POSITIVE and not value > 0:
                 raise UsageError(f"{name} must be more than 0, not {value!r}")
         if self.epochs is not None and self.steps is not None:
             raise UsageError("give either epochs or steps, not both")
@@ -59,6 +63,20 @@ class Request:
     def has_goal(self) -> bool:
         """Whether the caller said anything about the length of the run."""
         return any(goal is not None for goal in (self.epochs, self.steps, self.until, self.seconds, self.patience))
+
+    def with_goal(
+        self,
+        task: Task,
+        epochs: float | None,
+        steps: int | None,
+        until: str | None,
+        seconds: float | None,
+        patience: int | None,
+    ) -> Request:
+        """The same with another goal. If that has neither epochs nor steps, the run goes no further than before."""
+        if epochs is None and steps is None:
+            epochs, steps = (self.epochs, self.steps) if self.has_goal else (task.epochs, None)
+        return replace(self, epochs=epochs, steps=steps, until=until, seconds=seconds, patience=patience)
 
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         """The steps that remain of a run whose epoch has this many samples."""
@@ -82,7 +100,10 @@ class Request:
                 counted = ((0, done),)
             first_step = restored.step if goal is None else done // step_batches
             if (first_step >= steps) if goal is None else any(start == 0 and stop >= goal for start, stop in counted):
-                raise UsageError(f"the run has made its {steps} steps: give more epochs or steps to go further")
+                made = f"the run has made its {steps} steps"
+                if first_step > steps:
+                    made = f"{first_step} steps are made already, more than the {steps} asked for"
+                raise UsageError(f"{made}: give more epochs or steps to go further")
         return Schedule(
             steps=max(1, steps),
             evaluate_every=max(1, round(self.evaluate_every * steps_per_epoch)),
@@ -119,7 +140,8 @@ class Until:
     def holds(self, metrics: dict[str, float]) -> bool:
         if self.metric not in metrics:
             known = ", ".join(sorted(metrics)) or "none: its evaluate() returns no metrics"
-            raise UsageError(f"the condition names the metric {self.metric!r}; the task has {known}")
+            meant = guess(self.metric, metrics)
+            raise UsageError(f"the condition names the metric {self.metric!r}; the task has {known}.{meant}")
         return bool(self._RELATIONS[self.relation](metrics[self.metric], self.value))
 
     def __str__(self) -> str:

@@ -27,7 +27,8 @@ class Result:
     model: nn.Module
     #: its metrics
     metrics: dict[str, float]
-    #: the figures of the run, as run.json has them under `result`
+    #: the figures of the run, as run.json has them under `result`. Steps, samples and seconds are those of the whole
+    #: run; rates, shares and bytes are those of its last part, if it was resumed
     figures: dict[str, Any]
     #: every evaluation of the joint model, in order
     history: list[dict[str, Any]]
@@ -61,6 +62,8 @@ def make_result(
     staleness: Counter[int] = Counter()
     for meter in meters.values():
         staleness.update(meter.staleness)
+    # meters begin with the last part of a run: since it was resumed, restarted or warmed up
+    last_part = {"samples": observer.samples - plan.schedule.first_samples, "seconds": outcome.seconds}
     figures: dict[str, Any] = {
         "protocol": plan.protocol.name,
         "runtime": on.name,
@@ -69,7 +72,8 @@ def make_result(
         "samples": observer.samples,
         "startup_seconds": startup_seconds,
         "seconds": observer.earlier_seconds + outcome.seconds,
-        "samples_per_second": (observer.samples - plan.schedule.first_samples) / max(outcome.seconds, 1e-9),
+        "last_part": last_part,
+        "samples_per_second": last_part["samples"] / max(outcome.seconds, 1e-9),
         "wall_seconds": wall_seconds,
         "metrics": model.metrics,
         "untrained_metrics": observer.untrained,

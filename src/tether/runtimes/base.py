@@ -15,6 +15,7 @@ from tether.core.machine import Machine, Node, Recorder, Replica
 from tether.core.message import Message, Row
 from tether.core.trace import Meter, Span
 from tether.core.vector import Empty, Shared
+from tether.errors import UsageError
 
 
 class Plan(Protocol):
@@ -231,3 +232,11 @@ class Runtime(Protocol):
     def describe(self) -> dict[str, Any]:
         """The settings, for the run directory."""
         ...
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Refuse a setting of a runtime that is not a whole number, or too small."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise UsageError(f"{name} must be a whole number, not {value!r}")
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}, not {value}")

@@ -25,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tether import tasks
+from tether.analysis.report import check_writable
 from tether.analysis.runs import Row, format_number
 from tether.core import settings as option_texts
 from tether.core import units
@@ -192,6 +193,7 @@ def study(
         from tether.analysis.sweep_plots import tradeoff_png  # now, so that it does not fail after hours of simulation
     except ImportError:
         raise missing_extra("matplotlib", "plot") from None
+    check_writable(to)
     combinations = [(word, m, k) for word in protocols for k in workers for m in mu]
     wanted = {at: Cell.of(*at) for at in combinations if Cell.of(*at).n <= at[2]}
     if not wanted:
@@ -322,7 +324,7 @@ class _ErrorText:
         self.scale, self.unit = (100, "percentage points") if metric == "error" else (1, f"of {metric}")
 
     def __call__(self, row: Row) -> str:
-        return f"{self.scale * row['error']:.2f} %" if self.metric == "error" else f"{row['error']:.4g}"
+        return f"{row['error']:.2%}" if self.metric == "error" else f"{row['error']:.4g}"
 
 
 def _compare_with_one_worker(rows: list[Row], base: Row, shown: _ErrorText, ratios: dict[str, float]) -> str:

