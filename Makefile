@@ -11,7 +11,7 @@ demo: $(READY)
 	@echo "to call tether in this shell: . $(BIN)/activate"
 
 test: lint packages
-	@$(BIN)/python -m pytest -n auto -m 'not (spark or slow)'
+	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'not (spark or slow)'
 	@$(BIN)/python -m pytest -m 'spark and not slow'
 
 test-spark: $(READY)
