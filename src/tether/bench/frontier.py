@@ -14,7 +14,6 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tether.analysis.sweep_plots import frontier_png
 from tether.bench.common import NEVER, Report, Seeds, counts, in_parallel, parse_list
 from tether.core.units import bytes_per_second
 from tether.errors import unknown
@@ -112,6 +111,8 @@ def frontier(
             slower[label].append(seconds / times["tide"])
     ratios = {f"seconds of {label} over tide's": statistics.geometric_mean(ratio) for label, ratio in slower.items()}
     if picture is not None:
+        from tether.analysis.sweep_plots import frontier_png
+
         picture.write_bytes(frontier_png([row for row in rows if row["what"] != "metric at the end"], list(PROTOCOLS)))
     return {"bench": "frontier", "epochs": epochs, "seeds": seeds, "rows": rows, "ratios": ratios}
 
