@@ -153,7 +153,8 @@ class RunDirectory:
         except Damaged:
             return False  # nobody knows what this was
         elsewhere = self.storage is not None or config.get("checkpoints")
-        return config["status"] != "finished" and not elsewhere and not self.has_checkpoint()
+        kept = self.has_checkpoint() or (self.path / "best.safetensors").exists()
+        return config["status"] != "finished" and not elsewhere and not kept
 
     def _remove_abandoned(self) -> None:
         """Remove the files of an abandoned run; UsageError if it is running, or not abandoned."""
