@@ -65,6 +65,11 @@ def counts(help: str) -> Any:
     return typer.Option(help=help, parser=parse_list(_count, "1,4,16"), metavar="N,N,...")
 
 
+def names(help: str, example: str) -> Any:
+    """An option that is a list of names."""
+    return typer.Option(help=help, parser=parse_list(str, example), metavar="NAME,...")
+
+
 def sizes(help: str) -> Any:
     """An option that is a list of numbers."""
     return typer.Option(help=help, parser=parse_list(float, "7,30.5"), metavar="X,X,...")

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tether.bench.common import NEVER, Report, Seeds, counts, in_parallel, parse_list
+from tether.bench.common import NEVER, Report, Seeds, counts, in_parallel, names
 from tether.core.units import bytes_per_second
 from tether.errors import unknown
 from tether.execution.goals import Request
@@ -43,14 +43,10 @@ def cycles(
         Path | None,
         typer.Option(help="The folder with the files of Fashion-MNIST and the CIFAR-10 subset; always needed."),
     ] = None,
-    task: Annotated[
-        Sequence[str],
-        typer.Option(
-            help="The tasks to train. fashion alone is faster.",
-            parser=parse_list(str, "fashion,cifar"),
-            metavar="NAME,...",
-        ),
-    ] = ("fashion", "cifar"),
+    task: Annotated[Sequence[str], names("The tasks to train. fashion alone is faster.", "fashion,cifar")] = (
+        "fashion",
+        "cifar",
+    ),
     workers: Annotated[Sequence[int], counts("Numbers of workers.")] = (3, 8),
     steps: Annotated[
         Sequence[int], counts("Lengths of runs, in steps of a worker. The longest take most of the time.")

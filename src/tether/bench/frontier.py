@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from tether.bench.common import NEVER, Report, Seeds, counts, in_parallel, parse_list
+from tether.bench.common import NEVER, Report, Seeds, counts, in_parallel, names
 from tether.core.units import bytes_per_second
 from tether.errors import unknown
 from tether.execution.goals import Request
@@ -53,22 +53,17 @@ def frontier(
         Path | None,
         typer.Option(help="The folder with Fashion-MNIST, the CIFAR-10 subset and tinyshakespeare.txt; always needed."),
     ] = None,
-    task: Annotated[
-        Sequence[str],
-        typer.Option(
-            help="The tasks to train. fashion alone is the fastest.",
-            parser=parse_list(str, "fashion,chars"),
-            metavar="NAME,...",
-        ),
-    ] = ("fashion", "cifar", "chars"),
-    link: Annotated[
-        Sequence[str],
-        typer.Option(
-            help="The networks. One is enough for a first look.",
-            parser=parse_list(str, "100mbit,1gbit"),
-            metavar="SPEED,...",
-        ),
-    ] = ("10mbit", "100mbit", "1gbit", "10gbit"),
+    task: Annotated[Sequence[str], names("The tasks to train. fashion alone is the fastest.", "fashion,chars")] = (
+        "fashion",
+        "cifar",
+        "chars",
+    ),
+    link: Annotated[Sequence[str], names("The networks. One is enough for a first look.", "100mbit,1gbit")] = (
+        "10mbit",
+        "100mbit",
+        "1gbit",
+        "10gbit",
+    ),
     workers: Annotated[Sequence[int], counts("Numbers of workers.")] = (2, 4, 8, 16, 32),
     epochs: Annotated[float, typer.Option(help="The length of a run. Longer ones reach lower errors.")] = 3.0,
     seeds: Seeds = 1,
