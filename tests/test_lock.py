@@ -100,7 +100,7 @@ def test_the_error_names_the_process_that_holds_the_directory_and_its_death_free
         process.wait()
         with pytest.raises(TetherError) as error:
             resume(finished, Blobs(), steps=1, progress=QUIET)
-        assert "the run has made its" in str(error.value)
+        assert "steps are made already" in str(error.value)
     finally:
         process.kill()
         for pid in nodes.values():
