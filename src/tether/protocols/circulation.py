@@ -11,8 +11,8 @@ prepared, so that both directions of the hub's link are in use (MPCA SGD, sectio
 turn. BatchNorm's buffers are a small shard of their own that circulates in addition.
 
 How many steps a contribution needs: one, where exchanges cost only time on the network. Where exchanges take CPU time
-from training, workers would exchange at almost every step and train at half their speed. There a worker makes so many
-steps that its exchanges take at most a given share of its gradients' time.
+from training, workers would exchange at almost every step and train at half their speed. There a worker makes
+enough steps that its exchanges take at most a given share of its gradients' time.
 
 No worker waits for a straggler (MPCA SGD, section 4.6). A worker that has made too few steps contributes when it has
 made enough, so that a fast network does not circulate unchanged shards forever, but at the latest when the median

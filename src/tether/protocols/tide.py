@@ -126,7 +126,7 @@ class Tide(Circulation):
         return TideHub(context, self) if context.node.role == "hub" else TideWorker(context, self)
 
     def horizon_of(self, steps: int) -> float:
-        """The horizon in a run of so many steps."""
+        """The horizon in a run of this many steps."""
         return min(HORIZON_STEPS, HORIZON_SHARE * steps) if self.horizon == "auto" else self.horizon
 
 

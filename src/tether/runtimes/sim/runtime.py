@@ -31,7 +31,7 @@ class Sim:
     exchange_seconds: str | float = 0.0
     exchange_rate: str | float | None = None
     faults: Faults = field(default_factory=Faults)
-    #: check invariants after every event and tensors after every transfer, for tests of protocols: twice the work
+    #: check invariants after every event and tensors after every transfer, for tests of protocols; it costs time
     checked: bool = False
     #: how long it takes until the other nodes learn of a death
     detect_seconds: float = 0.5

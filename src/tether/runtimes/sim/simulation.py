@@ -122,7 +122,7 @@ class Simulation:
         return [simulated for simulated in self.nodes.values() if simulated.died_at is None]
 
     def stop_if_requested(self, again: bool = False) -> None:
-        """Ask the observer whether the run shall end. `again`: repeat the request for nodes that have joined since."""
+        """Ask the observer whether the run is to end. `again`: repeat the request for nodes that have joined since."""
         if (again or not self._stopping) and (reason := self.observer.stop_requested()):
             self._stopping = True
             self.request_stop(reason)
