@@ -215,8 +215,8 @@ def test_a_goal_in_samples_ends_the_run_when_all_of_them_count() -> None:
 def test_a_goal_of_steps_says_who_missed_it() -> None:
     options = Averaging(tau=2)
     hub = machine(options, steps=4)
-    play(hub, started(), reduced(0), PeerLost("worker-1"))
-    (finish,) = of_kind(play(hub, reduced(1, workers=1)), Finish)
+    play(hub, started(), reduced(0, steps=2), PeerLost("worker-1"))
+    (finish,) = of_kind(play(hub, reduced(1, workers=1, steps=2)), Finish)
     assert finish.reason == "all steps made, except that worker-1 made 2 of its 4"
 
 
@@ -250,10 +250,10 @@ def joint(tau: int, round: int = 0, values: tuple[float, ...] = (0.0, 0.0)) -> B
     return Broadcasted(ROUND, ("hub", "worker-0", "worker-1"), Joint(round, torch.tensor(values), batches, 0))
 
 
-def reduced(round: int, total: Iterable[float] | None = (2.0, 4.0), workers: int = 2) -> Reduced:
+def reduced(round: int, total: Iterable[float] | None = (2.0, 4.0), workers: int = 2, steps: int = 1) -> Reduced:
     values = None if total is None else torch.tensor(list(total))
     names = tuple(f"worker-{i}" for i in range(workers)) if total is not None else ()
-    return Reduced(Tag(ROUND, round), values, float(len(names)), names)
+    return Reduced(Tag(ROUND, round), values, float(len(names)), names, (steps,) * len(names))
 
 
 def tau_of(effects: list[Effect]) -> int:
@@ -274,14 +274,14 @@ def test_sparknet_a_worker_makes_tau_steps_from_the_joint_model_and_contributes(
     for _ in range(2):
         assert gives(play(worker, gradient()), Step(), Compute())
     members = ("hub", "worker-0", "worker-1")
-    assert gives(play(worker, gradient()), Step(), Reduce(Tag(ROUND, 0), members, snapshot(), weight=1.0))
+    assert gives(play(worker, gradient()), Step(), Reduce(Tag(ROUND, 0), members, snapshot(), weight=1.0, steps=3))
 
 
 def test_sparknet_the_mean_is_installed_and_the_next_round_opened() -> None:
     hub = machine(Averaging(tau=3), batch_size=10)
     members = ("hub", "worker-0", "worker-1")
     assert gives(
-        play(hub, started(), reduced(0, (2.0, 4.0))),
+        play(hub, started(), reduced(0, (2.0, 4.0), steps=3)),
         Install(torch.tensor([1.0, 2.0])),
         Record({"round": 0, "tau": 3, "workers": 2}),
         Broadcast(ROUND, members, Joint(1, snapshot(), {}, 0)),
@@ -293,9 +293,9 @@ def test_sparknet_the_mean_is_installed_and_the_next_round_opened() -> None:
 def test_the_last_round_has_only_the_steps_that_are_left() -> None:
     hub = machine(Averaging(tau=4), steps=10)
     assert tau_of(play(hub, started())) == 4
-    assert tau_of(play(hub, reduced(0))) == 4
-    assert tau_of(play(hub, reduced(1))) == 2
-    effects = play(hub, reduced(2))
+    assert tau_of(play(hub, reduced(0, steps=4))) == 4
+    assert tau_of(play(hub, reduced(1, steps=4))) == 2
+    effects = play(hub, reduced(2, steps=2))
     assert of_kind(effects, Evaluate)[0].step == 10
     assert of_kind(effects, Finish) and not of_kind(effects, Broadcast)
 
@@ -342,12 +342,12 @@ def test_tau_stays_where_it_is_until_something_was_measured() -> None:
     unmeasured = [Received(f"worker-{i}", Effort(None, 0.1)) for i in range(2)]
     assert tau_of(play(hub, started(), *unmeasured, reduced(0))) == 1
     assert tau_of(play(hub, Received("worker-0", Effort(0.2, 0.1)), reduced(1))) == 10
-    assert tau_of(play(hub, reduced(2))) == 10
+    assert tau_of(play(hub, reduced(2, steps=10))) == 10
 
 
 def test_a_fixed_tau_is_not_changed_by_measurements() -> None:
     hub = machine(Averaging(tau=2))
-    assert tau_of(play(hub, started(), Received("worker-0", Effort(9.0, 0.1)), reduced(0))) == 2
+    assert tau_of(play(hub, started(), Received("worker-0", Effort(9.0, 0.1)), reduced(0, steps=2))) == 2
 
 
 def test_a_worker_reports_how_long_it_waited_and_how_long_a_step_took() -> None:
@@ -369,7 +369,7 @@ def test_a_continued_hub_goes_on_with_the_tau_it_had_measured() -> None:
 
 def test_a_continued_run_has_the_tau_it_was_given_and_not_that_of_its_short_last_round() -> None:
     first = machine(Averaging(tau=4), steps=5)
-    assert tau_of(play(first, started(), reduced(0))) == 1
+    assert tau_of(play(first, started(), reduced(0, steps=4))) == 1
     (checkpoint,) = of_kind(play(first, reduced(1)), Checkpoint)
     further = machine(Averaging(tau=4), steps=50, first_step=5, restored=checkpoint.state)
     assert tau_of(play(further, started())) == 4

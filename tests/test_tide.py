@@ -16,7 +16,7 @@ from tether.core.effects import Effect, Install, Reduce, Send, SetTimer
 from tether.core.events import Broadcasted, Event, GradientReady, Received, Reduced, Started, TimerFired
 from tether.core.machine import NodeContext, Schedule
 from tether.protocols.circulation import tag_of
-from tether.protocols.tide import HORIZON_STEPS, Joint, Moved, TideHub, TideWorker
+from tether.protocols.tide import HORIZON_EXCHANGES, HORIZON_STEPS, Joint, Moved, TideHub, TideWorker
 from tether.runtimes.interpreter import change_weights
 from tether.testing.conformance import Blobs, train_quietly
 from tether.testing.conformance import CheckedSim as Sim
@@ -82,7 +82,7 @@ def test_the_joint_model_moves_by_the_mean_change_and_by_what_persists() -> None
         own = expected + torch.randn(2, 6, generator=generator, dtype=torch.float64)
         tau = sum(taus) / 2
         change = (taus[0] * own[0] + taus[1] * own[1]) / sum(taus) - expected
-        kept = math.exp(-tau / 20)
+        kept = math.exp(-min(tau / 20, 1 / HORIZON_EXCHANGES))
         drift = kept * drift + (1 - kept) * change / tau
         expected = expected + change + 2.0 * tau * drift
         reduced(hub, own, taus, told)
@@ -152,9 +152,10 @@ class OneWorker(Alone):
             *(more for timer in of_kind(effects, SetTimer) for more in self.feed(TimerFired(timer.timer))),
         ]
 
-    def joint(self, value: float, cycle: int, counted: int) -> list[Effect]:
+    def joint(self, value: float, cycle: int, counted: int, others: int = 0) -> list[Effect]:
+        """Deliver a joint shard; `counted` and `others` are the steps of this and of the other worker in it."""
         values = torch.full((2,), value, dtype=torch.float64)
-        steps = {self.machine.context.node.name: counted}
+        steps = {self.machine.context.node.name: counted, "worker-1": others}
         joint = Joint(0, cycle, 0.1, values, steps=steps)
         return self.feed(Broadcasted(tag_of(0, cycle).stream, ("hub", "worker-0", "worker-1"), joint))
 
@@ -175,8 +176,27 @@ def test_who_contributed_too_late_keeps_all_its_steps() -> None:
     worker.joint(0.0, cycle=0, counted=0)
     worker.gradient()
     worker.gradient()
-    worker.joint(10.0, cycle=1, counted=0)  # the hub had closed without it
+    worker.joint(10.0, cycle=1, counted=0, others=10)  # the hub had closed without it
     assert worker.weights.tolist() == [12.0, 12.0]
+
+
+def test_what_later_steps_have_taken_back_is_not_taken_back_twice() -> None:
+    """The joint shard stays at 0 while this worker's contribution was at 1; one weight has returned since."""
+    worker = OneWorker(Tide(phases=1))
+    worker.joint(0.0, cycle=0, counted=0)
+    worker.gradient()  # 1
+    worker.weights.copy_(torch.tensor([0.25, 1.5]))
+    worker.joint(0.0, cycle=1, counted=1, others=1)
+    assert worker.weights.tolist() == [0.0, 0.5]
+
+
+def test_a_weight_that_has_gone_past_the_joint_one_stays() -> None:
+    worker = OneWorker(Tide(phases=1))
+    worker.joint(0.0, cycle=0, counted=0)
+    worker.gradient()
+    worker.weights.copy_(torch.tensor([-0.25, 1.0]))
+    worker.joint(0.0, cycle=1, counted=1, others=1)
+    assert worker.weights.tolist() == [-0.25, 0.0]
 
 
 def test_who_missed_a_broadcast_knows_that_its_contribution_counts() -> None:
@@ -206,6 +226,19 @@ def test_who_has_nothing_left_to_train_on_contributes_its_last_step() -> None:
         contributions = of_kind(worker.gradient(), Reduce)
     (last,) = contributions
     assert isinstance(last.values, Tensor) and last.steps == worker.machine.steps == float(last.values[0])
+
+
+def test_who_has_nothing_left_to_train_on_does_not_hold_up_the_last_steps_of_others() -> None:
+    """It once waited for the steps that a contribution needs, at a speed measured while it had none to make."""
+    worker = OneWorker(Tide(phases=1))
+    assert isinstance(worker.machine, TideWorker)
+    worker.machine.least = 10**4
+    worker.joint(0.0, cycle=0, counted=0)
+    while not worker.machine.portion.idle:
+        worker.gradient()
+    effects = worker.joint(1.0, cycle=1, counted=worker.machine.steps, others=1)
+    (contribution,) = of_kind(effects, Reduce)
+    assert contribution.weight == 0.0
 
 
 def test_who_comes_late_begins_with_the_joint_model() -> None:

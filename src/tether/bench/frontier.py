@@ -128,9 +128,11 @@ def compare(curves: dict[str, Curve]) -> tuple[float, dict[str, float], dict[str
 
 
 def _smooth(curve: Curve) -> Curve:
+    """The means of successive evaluations; a run that exchanges rarely may have only a few."""
+    count = min(MEAN_OF, len(curve))
     return [
-        (curve[last][0], statistics.fmean(value for _, value in curve[last - MEAN_OF + 1 : last + 1]))
-        for last in range(MEAN_OF - 1, len(curve))
+        (curve[last][0], statistics.fmean(value for _, value in curve[last - count + 1 : last + 1]))
+        for last in range(count - 1, len(curve))
     ]
 
 

@@ -129,6 +129,12 @@ class Record(Effect, frozen=True):
     staleness: tuple[int, ...] = ()
 
 
+class Average(Effect, frozen=True):
+    """Move the average of the joint model towards the node's vector: what is left of it is this share."""
+
+    decay: float
+
+
 class Evaluate(Effect, frozen=True):
     """Evaluate the node's vector as the joint model while training goes on."""
 
@@ -146,6 +152,10 @@ class Checkpoint(Effect, frozen=True):
     final: bool = False
     #: the states of other nodes that step parts of the vector, in the order of the parts
     parts: tuple[ReplicaState, ...] = ()
+
+
+class Contributed(Effect, frozen=True):
+    """After `DataEnded`: all steps of this worker are in the joint model, or will be when the run ends."""
 
 
 class Fail(Effect, frozen=True):

@@ -34,6 +34,13 @@ class GradientReady(Event, frozen=True):
     touched: tuple[Tensor, ...] = ()
 
 
+class DataEnded(Event, frozen=True):
+    """At a worker: it makes no further step, and the outstanding `Compute` has no gradient.
+
+    The machine brings the steps made so far into the joint model, performs `Contributed`, and holds nobody up.
+    """
+
+
 class Received(Event, frozen=True):
     """A message that another node sent to this one."""
 

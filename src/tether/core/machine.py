@@ -18,7 +18,7 @@ What every machine and every runtime can rely on:
   saves a copy; one that passes it on unchanged may ask for the touched rows of embeddings instead of all rows.
 - A tensor inside a `Send`, `Broadcast` or `Reduce` is read-only from then on. A gradient that was sent stays unchanged
   until the next `Compute`; `Compute(fresh=True)` uses another buffer, so the gradient never changes.
-- At most one `Compute` is outstanding per node.
+- At most one `Compute` is outstanding per node. After `DataEnded` none is answered any more.
 - Messages between two nodes arrive in the order they were sent, or not at all if one of the two died.
 - After `PeerLost(p)` nothing more from `p` arrives. Names are never used twice: a node that comes back has a new name.
 - The run ends when the hub, the node whose vector is the joint model, performs `Finish`. A protocol may have no hub:
@@ -83,6 +83,10 @@ class Schedule:
     counted: tuple[tuple[int, int], ...] = ()
     #: each worker has data of its own, so no other worker can train on its mini-batches
     data_bound: bool = False
+    #: how many mini-batches a worker may load before it needs them
+    upcoming: int = 2
+    #: the share of the joint model's moving average that a step of the run leaves; 0: there is no average
+    ema: float = 0.0
 
     @property
     def first_samples(self) -> int:
@@ -172,6 +176,19 @@ class Replica(Protocol):
 
     def load_gradient(self, gradient: Tensor) -> None:
         """Use this gradient as if `compute` had just computed it."""
+        ...
+
+    def average(self, decay: float) -> None:
+        """Move the average of the weights towards them; the first call begins it."""
+        ...
+
+    @property
+    def averaged(self) -> Tensor | None:
+        """The average, if there is one: it is evaluated and returned instead of the weights."""
+        ...
+
+    def close(self) -> None:
+        """End what loads data: the node is over."""
         ...
 
     def observe(self, metrics: dict[str, float]) -> None:

@@ -39,17 +39,13 @@ def options(cls: type, docs: typing.Mapping[str, str]) -> list[Option]:
     ]
 
 
-def arguments(
-    cls: type, what: str, settings: typing.Mapping[str, str], hidden: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """The constructor's arguments, converted from text; `hidden` parameters cannot be set this way."""
+def arguments(cls: type, what: str, settings: typing.Mapping[str, str]) -> dict[str, Any]:
+    """The constructor's arguments, converted from text."""
     known = parameters(cls)
     found: dict[str, Any] = {}
     for name, text in settings.items():
-        if name not in known or name in hidden:
-            if not known.keys() - hidden:
-                raise UsageError(f"{what} has no options, so {name!r} cannot be set")
-            raise unknown(f"option of {what}", name, known.keys() - hidden)
+        if name not in known:
+            raise unknown(f"option of {what}", name, known)
         found[name] = convert(f"option {name} of {what}", text, type_of(cls, known[name]))
     return found
 

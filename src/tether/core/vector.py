@@ -10,8 +10,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +35,55 @@ class Shared:
         return vector.copy_(values) if self.first else vector
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Which tensors the values of a vector are, by the names that the module's `state_dict` has for them."""
+
+    #: in the order of the vector
+    shapes: dict[str, tuple[int, ...]]
+    #: second names of tensors in the vector, as of tied weights, with the first names
+    aliases: dict[str, str] = field(default_factory=dict)
+    #: tensors of the state_dict that no vector holds: frozen parameters, and buffers of another type
+    others: dict[str, Tensor] = field(default_factory=dict)
+
+    @staticmethod
+    def flat(weights: Tensor) -> Layout:
+        """One tensor, for a vector that belongs to no module."""
+        return Layout({"weights": (weights.numel(),)})
+
+    def named(self, weights: Tensor) -> dict[str, Tensor]:
+        """A whole state_dict with the values of this vector. No two of its tensors overlap."""
+        tensors: dict[str, Tensor] = {}
+        position = 0
+        for name, shape in self.shapes.items():
+            end = position + math.prod(shape)
+            tensors[name] = weights[position:end].view(shape)
+            position = end
+        copies = {name: tensors[first].clone() for name, first in self.aliases.items()}
+        return tensors | copies | {name: value.detach().clone() for name, value in self.others.items()}
+
+
+def joined(tensors: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """The vector of which a state_dict holds these tensors, in this order."""
+    return torch.cat([tensors[name].reshape(-1) for name in names])
+
+
 class Vector:
     """A module's parameters and buffers, flat. Changing `weights` changes the module, and vice versa."""
 
-    def __init__(self, module: nn.Module, empty: Empty = torch.empty, shared: Shared | None = None) -> None:
-        """`empty` allocates the gradients; with `shared`, the weights are in that memory."""
-        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    def __init__(
+        self,
+        module: nn.Module,
+        empty: Empty = torch.empty,
+        shared: Shared | None = None,
+        frozen: Iterable[Tensor] = (),
+    ) -> None:
+        """`empty` allocates the gradients; with `shared`, the weights are in that memory.
+
+        Of the parameters that are `frozen`, those named here are in the vector too: they may be trained later.
+        """
+        kept = {id(parameter) for parameter in frozen}
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad or id(p) in kept]
         if not named:
             raise TaskError(
                 f"the model {type(module).__name__} has no trainable parameter: "
@@ -63,9 +106,28 @@ class Vector:
             tensor.data = self.weights[position:end].view(tensor.shape)
             position = end
         self._empty = empty
+        self._tensors = [*self.parameters, *buffers]
         self._buffers = [(part, name, buffer) for (part, name), buffer in zip(places, buffers, strict=True)]
         self._gradient_views: list[Tensor] = []
+        self._module = module
+        self._names = [name for name, _ in named]
         self.renew_gradient()
+
+    @property
+    def layout(self) -> Layout:
+        """Which tensors of the module's state_dict the vector holds."""
+        prefixes = {id(part): f"{prefix}." if prefix else "" for prefix, part in self._module.named_modules()}
+        buffers = {prefixes[id(part)] + name: buffer for part, name, buffer in self._buffers}
+        held = dict(zip(self._names, self.parameters, strict=True)) | buffers
+        first_names = {(tensor.data_ptr(), tensor.shape): name for name, tensor in held.items()}
+        state = {name: value for name, value in self._module.state_dict().items() if isinstance(value, Tensor)}
+        rest = {name: value for name, value in state.items() if name not in held}
+        places = {name: first_names.get((value.data_ptr(), value.shape)) for name, value in rest.items()}
+        return Layout(
+            {name: tuple(tensor.shape) for name, tensor in held.items()},
+            {name: first for name, first in places.items() if first is not None},
+            {name: value for name, value in rest.items() if places[name] is None},
+        )
 
     def renew_gradient(self) -> None:
         """Use a new buffer for the next gradients; the old one keeps its values for its other users."""
@@ -89,6 +151,27 @@ class Vector:
                 parameter.grad = view
         self.gather_buffers()
         return self.gradient
+
+    def bind(self) -> None:
+        """Make the module's parameters and buffers views of the vector again."""
+        for tensor, start in zip(self._tensors, self.positions, strict=True):
+            tensor.data = self.weights[start : start + tensor.numel()].view(tensor.shape)
+
+    def unbind(self, weights: Tensor) -> None:
+        """Give the module's parameters and buffers these values, in memory of their own, and leave the vector as it is.
+
+        Some file formats refuse tensors that are views of one another's memory.
+        """
+        for tensor, start in zip(self._tensors, self.positions, strict=True):
+            tensor.data = weights[start : start + tensor.numel()].view(tensor.shape).clone()
+
+    def is_bound(self) -> bool:
+        """Whether the module's parameters are views of the vector: a user may have replaced them."""
+        size, first = self.weights.element_size(), self.weights.data_ptr()
+        return all(
+            parameter.data_ptr() == first + start * size
+            for parameter, start in zip(self.parameters, self.positions, strict=False)
+        )
 
     def gather_buffers(self) -> None:
         """Copy buffers into the vector that a pass has replaced instead of writing into them."""

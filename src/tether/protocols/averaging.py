@@ -13,7 +13,8 @@ worker reports how long it waited between its last step and the next joint model
 slowest worker of a round waits for no other worker, so the shortest wait measures communication alone.
 
 A worker that dies is left out of the current round, and its mini-batches are dealt again in the next. A worker that
-joins takes part from the next round on.
+joins takes part from the next round on. A worker whose data ends contributes the steps that it has made in the round,
+and from then on answers every round at once, with weight 0.
 
 Invariants: a worker computes only inside a round, on what it was dealt for it; rounds never overlap.
 """
@@ -29,9 +30,10 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from tether.core.effects import Broadcast, Compute, Effect, Install, Record, Reduce, Send, Step
+from tether.core.effects import Broadcast, Compute, Contributed, Effect, Install, Record, Reduce, Send, Step
 from tether.core.events import (
     Broadcasted,
+    DataEnded,
     Event,
     GradientReady,
     PeerJoined,
@@ -46,7 +48,6 @@ from tether.core.message import Message, Stream, Tag
 from tether.core.snapshot import Values, snapshot, tensor
 from tether.errors import InvariantBroken, UsageError
 from tether.protocols.base import Options, RunProgress, option
-from tether.protocols.ledger import UPCOMING
 
 #: computing takes this many times as long as communicating (SparkNet's rule)
 COMPUTE_PER_COMMUNICATION = 5
@@ -175,10 +176,10 @@ class AveragingHub:
                 return self._open_round()
             case Received(message=Effort() as effort):
                 self._efforts.append(effort)
-            case Reduced(tag=tag, total=total, weight=weight, contributors=contributors):
+            case Reduced(tag=tag):
                 if not self.in_round or tag != Tag(ROUND, self.round):
                     raise InvariantBroken(f"the reduction of {tag} closed outside of round {self.round}")
-                return self._close_round(total, weight, contributors, now)
+                return self._close_round(event, now)
             case PeerJoined(peer=peer, role="worker"):
                 self.present.append(peer)
                 self.progress.join(peer)
@@ -203,13 +204,12 @@ class AveragingHub:
             Reduce(Tag(ROUND, self.round), members),
         ]
 
-    def _close_round(
-        self, total: Tensor | None, weight: float, contributors: tuple[str, ...], now: float
-    ) -> list[Effect]:
+    def _close_round(self, reduced: Reduced, now: float) -> list[Effect]:
         self.in_round = False
+        total, weight, contributors = reduced.total, reduced.weight, reduced.contributors
         if total is None or not weight:
             return self._open_round()
-        made = {worker: len(self.progress.ledger.held[worker]) for worker in contributors}
+        made = dict(zip(contributors, reduced.steps, strict=True))
         for worker, steps in made.items():
             self.progress.ledger.count(worker, steps)
         self.progress.begin(self.present)
@@ -257,7 +257,11 @@ class AveragingWorker:
         #: the mini-batches of the round that are left, and the steps made so far
         self.batches: deque[int] = deque()
         self.steps = 0
+        self._upcoming = context.schedule.upcoming
         self.computing = False
+        #: its data has ended, and it has said so
+        self._ended = False
+        self._told = False
         self._compute_seconds = 0.0
         self._done_at: float | None = None
         self._wait_seconds: float | None = None
@@ -271,13 +275,26 @@ class AveragingWorker:
                 self.batches = deque(joint.batches.get(self.name, ()))
                 self.steps, self._compute_seconds = 0, 0.0
                 self._wait_seconds = None if self._done_at is None else now - self._done_at
-                return [Install(tensor(joint.values)), *self._go_on(now)]
+                install = Install(tensor(joint.values))
+                return [install, *self._answer_empty(now)] if self._ended else [install, *self._go_on(now)]
             case GradientReady(seconds=seconds):
                 self.computing = False
                 self.steps += 1
                 self._compute_seconds += seconds
                 return [Step(), *self._go_on(now)]
+            case DataEnded():
+                self._ended = True
+                if not self.batches and not self.computing:
+                    return []  # between two rounds: the next joint model has all its steps
+                self.batches, self.computing = deque(), False
+                return self._contribute(now)
         return []
+
+    def _answer_empty(self, now: float) -> list[Effect]:
+        """The joint model has all steps of this worker, which takes part in the round without any."""
+        self.batches.clear()
+        first, self._told = not self._told, True
+        return [*self._contribute(now), *([Contributed()] if first else [])]
 
     def _go_on(self, now: float) -> list[Effect]:
         if not self.batches:
@@ -285,11 +302,11 @@ class AveragingWorker:
         self.computing = True
         batch = self.batches.popleft()
         self.position = max(self.position, batch)
-        return [Compute(batch=batch, upcoming=tuple(islice(self.batches, UPCOMING)), position=self.position)]
+        return [Compute(batch=batch, upcoming=tuple(islice(self.batches, self._upcoming)), position=self.position)]
 
     def _contribute(self, now: float) -> list[Effect]:
         self._done_at = now
-        contribution = Reduce(Tag(ROUND, self.round), self.members, snapshot(), weight=float(self.steps > 0))
+        contribution = Reduce(Tag(ROUND, self.round), self.members, snapshot(), float(self.steps > 0), self.steps)
         if not self.measures or not self.steps:
             return [contribution]
         return [Send("hub", Effort(self._wait_seconds, self._compute_seconds / self.steps)), contribution]

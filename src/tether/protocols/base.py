@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from tether.core.compress import Compression
-from tether.core.effects import Checkpoint, Effect, Evaluate, Finish, Send
+from tether.core.effects import Average, Checkpoint, Effect, Evaluate, Finish, Send
 from tether.core.machine import Machine, Node, NodeContext
 from tether.core.message import Message
 from tether.core.settings import check_types
@@ -74,6 +74,11 @@ class Options:
         return not self.steps_at_hub
 
     @property
+    def clips_mean(self) -> bool:
+        """A hub steps with the mean of several gradients, so the mean is clipped, and not each gradient."""
+        return False
+
+    @property
     def needs_elementwise(self) -> bool:
         """A machine hands the optimizer a gradient, which is flat, so the optimizer must be elementwise."""
         return self.steps_at_hub
@@ -133,6 +138,7 @@ class RunProgress:
         self._gradients = 0
         self._evaluations = self._evaluations_due()
         self._saved_at: float | None = None
+        self._averaged_at = self.position
 
     @property
     def position(self) -> int:
@@ -160,9 +166,9 @@ class RunProgress:
     def advance(self, gradients: int, workers: int, now: float) -> list[Effect]:
         """Continue after `gradients` more were counted in the ledger, with this many workers present."""
         self.tally(gradients, workers)
+        effects = self._average()
         if self.complete:
-            return self.finish(self.reason())
-        effects: list[Effect] = []
+            return effects + self.finish(self.reason())
         if (due := self._evaluations_due()) > self._evaluations:
             self._evaluations = due
             effects.append(Evaluate(self.step, self.samples))
@@ -172,6 +178,14 @@ class RunProgress:
             self._saved_at = now
             effects.append(Checkpoint(self.step, self.samples, self.state()))
         return effects + self.deal_late()
+
+    def _average(self) -> list[Effect]:
+        """Have the joint model's moving average follow, by the steps of the run since it last did."""
+        steps = (self.position - self._averaged_at) / self._step_batches
+        if not self.schedule.ema or not steps:
+            return []
+        self._averaged_at = self.position
+        return [Average(self.schedule.ema**steps)]
 
     def tally(self, gradients: int, workers: int) -> None:
         """Update the step as `advance` does, without effects."""
@@ -201,7 +215,9 @@ class RunProgress:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the protocol's own state and the mini-batches that count."""
         counted = [list(span) for span in self.ledger.counted]
-        return {**self._state(), "counted": counted, "step_batches": self._step_batches}
+        # where workers have data of their own, how much of it each has used in this part of the run
+        made = {"made": dict(self.ledger.made)} if self.schedule.data_bound else {}
+        return {**self._state(), **made, "counted": counted, "step_batches": self._step_batches}
 
     def finish(self, reason: str) -> list[Effect]:
         """End the run with the joint model as it is."""

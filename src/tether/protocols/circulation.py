@@ -19,7 +19,8 @@ made enough, so that a fast network does not circulate unchanged shards forever,
 worker would have made them: the hub knows every worker's speed from the steps it reports, and sends all workers the
 median. A slow worker then contributes what it has, with weight 0 if it has made no step. While no worker has made a
 step, all wait longer each time, up to a second. A worker that has nothing left to train on contributes its last steps
-at once.
+at once, and after that waits for no steps of its own, so that it does not hold up those of others. If its data has
+ended for good, its steps are in the joint model when every shard has come back since.
 
 A worker that does not answer at all, because it is paused or cut off, is left out: a shard that takes several times
 longer than usual closes with the contributions that have arrived, and the hub asks the missing workers whether they are
@@ -49,9 +50,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tether.core.effects import Broadcast, Effect, Install, Record, Reduce, Send, SetTimer
+from tether.core.effects import Broadcast, Contributed, Effect, Install, Record, Reduce, Send, SetTimer
 from tether.core.events import (
     Broadcasted,
+    DataEnded,
     Event,
     GradientReady,
     PeerJoined,
@@ -415,8 +417,19 @@ class CirculationWorker:
         self._exchange_seconds = 0.0
         #: reductions to which the worker has not contributed yet, by shard
         self._awaited: dict[int, Reduce] = {}
+        #: shards that it has contributed steps to and that have not come back since
+        self._unanswered: set[int] = set()
+        #: its data has ended, and it has not said yet that its steps are in the joint model
+        self._ending = False
 
     def handle(self, event: Event, now: float) -> list[Effect]:
+        effects = self._handle(event, now)
+        if self._ending and not any(self.taus) and not self._unanswered:
+            self._ending = False
+            effects.append(Contributed())
+        return effects
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
                 return self._start(now)
@@ -433,6 +446,10 @@ class CirculationWorker:
                 return [] if late is None else self._contribute(late, now)
             case Received(message=AreYouThere()):
                 return [Send("hub", Here())]
+            case DataEnded():
+                self.portion.end()
+                self._ending = True
+                return [effect for shard in self._due() for effect in self._contribute(shard, now)]
         return []
 
     def _start(self, now: float) -> list[Effect]:
@@ -448,6 +465,7 @@ class CirculationWorker:
 
     def _take(self, arrived: Circulated, members: tuple[str, ...], now: float) -> list[Effect]:
         shard, last = arrived.shard, self._cycles[arrived.shard]
+        self._unanswered.discard(shard)
         effects = self._arrive(arrived)
         self._received[shard] = arrived.values
         self._cycles[shard] = arrived.cycle
@@ -455,7 +473,8 @@ class CirculationWorker:
         self._awaited[shard] = Reduce(tag_of(shard, arrived.cycle), members)
         if last is not None and arrived.cycle > last + 1:  # the others continued without this worker
             self.taus[shard] = min(self.taus[shard], self.least)
-        left = self._given_at[shard] + max(self.least * arrived.step_seconds, arrived.lull_seconds) - now
+        steps_seconds = 0.0 if self.portion.idle else self.least * arrived.step_seconds
+        left = self._given_at[shard] + max(steps_seconds, arrived.lull_seconds) - now
         # a worker that has not begun contributes each shard at once, but a second time only when it is due
         if (self.running or last is not None) and not self._is_due(shard) and left > 0:
             effects.append(SetTimer(timer_of(shard), left))
@@ -486,6 +505,8 @@ class CirculationWorker:
         reduction, tau = self._awaited.pop(shard), self.taus[shard]
         self.taus[shard], self._given_at[shard] = 0, now
         self._contributions += 1
+        if tau:
+            self._unanswered.add(shard)
         weight = float(tau) if self.options.weighted else float(tau > 0)
         return [Reduce(reduction.tag, reduction.members, self._values(shard), weight, self.steps)]
 

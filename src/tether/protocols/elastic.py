@@ -29,11 +29,12 @@ asks ahead does not wait for the centre: it exchanges at the end of the step in 
 The exchanger: the hub lets `exchangers` workers exchange at a time, from its answer until the difference arrives; other
 requests wait in a queue. Copying the centre and adding to it is unordered: threads do it concurrently without a lock.
 
-BatchNorm's buffers are averages themselves: both sides move theirs towards the other's by the same rates. The worker
-sends its own buffers and not a difference, so the hub's stay between the two.
+BatchNorm's buffers: a worker keeps its own, which follow its weights, and sends them whole; the centre's are their mean
+over about one exchange of every worker.
 
 The hub counts the steps of every difference. Near the end it hands out only the steps that are left, and a worker that
-gets no more mini-batches exchanges what it has.
+gets no more mini-batches exchanges what it has. A worker whose data has ended for good then asks for the centre once
+more, outside of any exchange: the answer shows that its last difference has arrived.
 
 The workers of a new run begin at once, since the seed or the checkpoint gives all of them the centre. A worker that
 joins later asks for it first. A worker that dies frees its place. Its difference arrived completely or not at all, so
@@ -51,8 +52,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
-from tether.core.effects import Add, Blend, Effect, Install, Record, Send, Step
-from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested
+from tether.core.effects import Add, Blend, Contributed, Effect, Install, Record, Send, Step
+from tether.core.events import DataEnded, Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested
 from tether.core.machine import Machine, NodeContext
 from tether.core.message import Message
 from tether.core.snapshot import Values, snapshot, tensor
@@ -316,12 +317,16 @@ class ElasticHub:
         )
         moves: list[Effect] = [
             Add(tensor(difference.values), exchange.master_alpha, unordered=True),
-            Blend(tensor(difference.buffers), exchange.master_alpha, self.context.parameter_count, unordered=True),
+            Blend(tensor(difference.buffers), self._buffer_rate(), self.context.parameter_count, unordered=True),
             row,
         ]
         self.progress.ledger.count(worker, difference.steps)
         moves += self.progress.advance(difference.steps, len(self.present), now)
         return moves if self.progress.over else moves + self._serve(now)
+
+    def _buffer_rate(self) -> float:
+        """The centre's buffers are the mean of those that have come so far, and later of the latest few."""
+        return 1 / min(self.exchanges, max(1, len(self.present)))
 
     def _choose_tau(self) -> int:
         download = min(answer for answers in self._answers.values() for answer in answers)
@@ -363,8 +368,18 @@ class ElasticWorker:
         #: how long the last request took, and since when the worker is idle
         self._answer_seconds = 0.0
         self._idle_since = 0.0
+        #: its data has ended; it has asked for the centre a last time
+        self._ended = False
+        self._asked_last = False
 
     def handle(self, event: Event, now: float) -> list[Effect]:
+        effects = self._handle(event, now)
+        if self._ended and not self._asked_last and not self.asked and not self.steps:
+            self._asked_last = True
+            effects += self._ask(now, first=True)
+        return effects
+
+    def _handle(self, event: Event, now: float) -> list[Effect]:
         match event:
             case Started():
                 return self._start(now)
@@ -373,6 +388,8 @@ class ElasticWorker:
                 self._step_seconds += (seconds - self._step_seconds) / self.steps
                 self._idle_since = now
                 return [Step(), *self._go_on(now)]
+            case Received(message=Centre() as centre) if self._asked_last:
+                return [Install(tensor(centre.values)), Contributed()]
             case Received(message=Centre() as centre):
                 self._answer_seconds = now - self._asked_at
                 self._centre = centre
@@ -384,6 +401,10 @@ class ElasticWorker:
                 return self.portion.take(lease)
             case Received(message=Recall()):
                 return [Send("hub", self.portion.give())]
+            case DataEnded():
+                self._ended, self._idle_since = True, now
+                self.portion.end()
+                return self._go_on(now) if self.steps or self._centre is not None else []
         return []
 
     def _start(self, now: float) -> list[Effect]:
@@ -436,7 +457,7 @@ class ElasticWorker:
             self._answer_seconds,
             wait_seconds,
         )
-        return [Send("hub", difference), Blend(tensor(centre.values), centre.alpha)]
+        return [Send("hub", difference), Blend(tensor(centre.values)[:parameters], centre.alpha)]
 
     def _take_up(self, centre: Centre) -> None:
         self.tau, self.early, self._centre, self.asked = centre.tau, centre.early, None, False

@@ -44,8 +44,6 @@ AHEAD = 1024
 SHARE = 2
 #: the most mini-batches that a worker asks for
 WANTED_MAX = 8192
-#: how many mini-batches may be loaded ahead
-UPCOMING = 2
 
 
 class More(Message, frozen=True):
@@ -393,6 +391,7 @@ class Portion:
     ) -> None:
         """`ask` returns the effects that ask the hub; `first` holds the arguments of the ledger there."""
         self._ask = ask
+        self._upcoming = context.schedule.upcoming
         ledger = Ledger(context, ahead, only=context.node.name, **first)
         self._held = ledger.held.get(context.node.name, deque())
         #: how far the run is, as far as this worker knows
@@ -400,6 +399,7 @@ class Portion:
         self._wish: Compute | None = None
         #: the mini-batch whose gradient is being computed
         self.batch = -1
+        self._ended = False
         #: the last request, until it is answered
         self._asked: More | None = None
         self._begun = 0
@@ -435,6 +435,12 @@ class Portion:
         given = [self._held.pop() for _ in range((len(self._held) + 1) // 2)]
         return Returned(tuple(reversed(given)))
 
+    def end(self) -> None:
+        """The worker makes no further gradient: it is idle from now on, whatever it is dealt."""
+        self._ended = True
+        self._held.clear()
+        self._wish = self._wish or Compute()
+
     def ask_again(self) -> list[Effect]:
         """Ask again, because the node that was asked has died."""
         self._asked = None
@@ -442,11 +448,13 @@ class Portion:
 
     def _go_on(self) -> list[Effect]:
         effects: list[Effect] = []
+        if self._ended:
+            return effects
         if self._wish is not None and self._held:
             self.batch = batch = self._held.popleft()
             self._begun += 1
             self.position = max(self.position, batch)
-            upcoming = tuple(islice(self._held, UPCOMING))
+            upcoming = tuple(islice(self._held, self._upcoming))
             effects = [msgspec.structs.replace(self._wish, batch=batch, upcoming=upcoming, position=self.position)]
             self._wish = None
         idle = self.idle and (self._asked is None or not self._asked.idle)

@@ -40,6 +40,7 @@ from tether.protocols.circulation import (
     CirculationHub,
     CirculationWorker,
     Here,
+    is_buffers,
 )
 
 #: the share of the distance to the joint model by which the automatic alpha moves a worker in a cycle
@@ -230,7 +231,7 @@ class MpcaWorker(CirculationWorker):
         return [
             Blend(target, self.alpha, part.start)
             for target, part in zip(self._received, self._cut, strict=True)
-            if target is not None
+            if target is not None and not is_buffers(part, self.context)
         ]
 
     def _tilted(self, gradient: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tether.core.effects import Effect, Step
-from tether.core.events import Event, GradientReady, Started, StopRequested
+from tether.core.effects import Contributed, Effect, Step
+from tether.core.events import DataEnded, Event, GradientReady, Started, StopRequested
 from tether.core.machine import Machine, Node, NodeContext
 from tether.errors import InvariantBroken, UsageError
 from tether.protocols.base import Options, RunProgress
@@ -54,6 +54,8 @@ class Alone:
                 self.progress.ledger.count(self.name, 1)
                 effects = [Step(), *self.progress.advance(1, 1, now)]
                 return effects if self.progress.over else [*effects, *self.portion.compute()]
+            case DataEnded():
+                return [Contributed()]
             case StopRequested(reason=reason):
                 return self.progress.finish(reason)
         return []

@@ -7,13 +7,20 @@ to what it sent, so that the steps it has made in the meantime are kept.
 
 The rules, for each shard:
 
-1. A worker contributes a copy of its shard, and keeps it. When the next joint shard arrives it adds the joint shard
-   minus that copy: it stands where the joint model is, plus the steps that it has made since it contributed. If its
-   contribution came too late it adds the joint shard minus the one before, so that none of its steps is lost. The hub
-   says with every shard how many steps of each worker are in it.
+1. A worker contributes a copy C of its shard and keeps it. When the next joint shard J arrives, it takes back what its
+   contribution was off by, C - J, and keeps the steps that it has made since. But where the loss is steep, those steps
+   have already led back from what was noise in C, and to take it back a second time would turn it around. So no weight
+   is taken back further than it is off now: its distance to J + s/tau (J - J'), where the joint shard will be with the
+   s steps made since, if it moves on as it did in the tau steps since J', the joint shard before:
+
+       x <- x - clip(C - J, between 0 and x - J - s/tau (J - J'))
+
+   If the contribution came too late to be in J, J' takes the place of C. The hub says with every shard how many steps
+   of each worker are in it.
 2. The hub takes the mean of the contributions, weighted by steps. Its difference to the joint shard is D, the change
    that all workers agree on after tau steps. The drift V is the running mean of D per step over the last `horizon`
-   steps, V <- m V + (1 - m) D / tau with m = exp(-tau / horizon), and the joint shard becomes
+   steps, V <- m V + (1 - m) D / tau with m = exp(-tau / horizon), but of at least five exchanges, since a change that
+   came once has not persisted. The joint shard becomes
 
        x <- x + D + e tau V
 
@@ -28,11 +35,11 @@ The rules, for each shard:
    rules, since then their mean has moved as far as one worker, where one worker that made all the steps would have
    moved K times as far.
 
-BatchNorm's buffers have no drift: the joint ones are the mean, and a worker moves half of the way to them. A forward
-pass may be changing them at any time, so no difference to an earlier copy would be right.
+BatchNorm's buffers have no drift: the joint ones are the mean. A worker keeps its own, which follow its weights within
+a few steps; the joint ones follow later, and to blend them into its own makes both worse.
 
-Invariants: those of the circulation; a worker's shard minus its steps since its last contribution that counts is the
-joint shard that it received last.
+Invariants: those of the circulation; a joint shard that is what the worker contributed changes nothing, so that one
+worker alone learns what `single` learns.
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tether.core.effects import Blend, Effect, Install, Send, SetTimer, Step
+from tether.core.effects import Effect, Install, Send, SetTimer, Step
 from tether.core.events import Event, GradientReady, Received
 from tether.core.machine import Machine, NodeContext
 from tether.core.message import Message, Row
@@ -65,12 +72,14 @@ from tether.protocols.circulation import (
 
 #: the automatic horizon in steps, and the largest share of a short run that it is
 HORIZON_STEPS, HORIZON_SHARE = 500, 0.25
+#: a change that has persisted for fewer exchanges than this counts for less
+HORIZON_EXCHANGES = 5
 #: the drift that a given ratio of noise to signal is worth
 DRIFT_PER_NOISE = 0.5
 #: with every reduction, earlier measurements of the agreement lose weight by this factor
 FADING = 0.8
-#: the share of the way by which a worker's buffers move towards the joint ones
-BUFFER_PULL = 0.5
+#: how many times its last change the joint shard is thought to move on at most while a worker makes further steps
+AHEAD_MAX = 2.0
 #: smaller shares of signal are not told from noise
 SIGNAL_MIN = 1e-3
 
@@ -165,7 +174,7 @@ class TideHub(CirculationHub):
             return moved.copy_(mean)
         change = mean - self.context.weights[part]
         self._measure_agreement(shard, float(change @ change))
-        kept = math.exp(-tau / self._horizon)
+        kept = math.exp(-min(tau / self._horizon, 1 / HORIZON_EXCHANGES))
         drift = self._drift[shard].mul_(kept).add_(change, alpha=(1 - kept) / tau)
         return torch.add(mean, drift, alpha=self._drift_factor() * tau, out=moved)
 
@@ -203,6 +212,8 @@ class TideWorker(CirculationWorker):
         super().__init__(context, options)
         #: for each shard: the joint shard that its values are based on
         self._base: list[Tensor] = []
+        #: for each shard: how many steps of each worker are in that joint shard
+        self._counted: list[dict[str, int]] = [{} for _ in self._cut]
         #: for each shard: what it has contributed since then, and after how many steps
         self._given: list[tuple[Tensor, int] | None] = [None] * len(self._cut)
         #: the values of a shard that has just arrived, until they are installed
@@ -232,19 +243,29 @@ class TideWorker(CirculationWorker):
 
     def _arrive(self, arrived: Circulated) -> list[Effect]:
         assert isinstance(arrived, Joint)
-        if not self.running:
-            return []
         shard, part = arrived.shard, self._cut[arrived.shard]
-        if is_buffers(part, self.context):
-            return [Blend(arrived.values, BUFFER_PULL, part.start)]
-        before, given = self._base[shard], self._given[shard]
-        if given is not None and arrived.steps.get(self.context.node.name, 0) >= given[1]:
-            before = given[0]
-        values = self.context.empty(len(arrived.values), dtype=arrived.values.dtype)
-        torch.sub(arrived.values, before, out=values).add_(self.context.weights[part])
-        self._base[shard], self._given[shard] = arrived.values, None
-        self._arrived[shard] = values
-        return [Install(values, part.start)]
+        if not self.running or is_buffers(part, self.context):
+            return []
+        self._arrived[shard] = self._corrected(arrived)
+        self._base[shard], self._counted[shard], self._given[shard] = arrived.values, arrived.steps, None
+        return [Install(self._arrived[shard], part.start)]
+
+    def _corrected(self, arrived: Joint) -> Tensor:
+        """Rule 1."""
+        shard, joint = arrived.shard, arrived.values
+        mine, before, given = self.context.weights[self._cut[shard]], self._base[shard], self._given[shard]
+        counted = arrived.steps.get(self.context.node.name, 0)
+        off = (given[0] if given is not None and counted >= given[1] else before) - joint
+        ahead = joint + (joint - before).mul_(self._cycles_ahead(arrived.steps, shard))
+        off_now = mine - ahead
+        values = self.context.empty(len(joint), dtype=joint.dtype)
+        return torch.sub(mine, off.clamp_(off_now.clamp(max=0.0), off_now.clamp(min=0.0)), out=values)
+
+    def _cycles_ahead(self, steps: dict[str, int], shard: int) -> float:
+        """The steps of this worker that are not in a joint shard, in units of those that are new in it."""
+        new = [count - self._counted[shard].get(worker, 0) for worker, count in steps.items()]
+        since = self.steps - steps.get(self.context.node.name, 0)
+        return min(AHEAD_MAX, since * len(new) / sum(new)) if any(new) else 0.0
 
     def _values(self, shard: int) -> Values:
         copy = snapshot(self._cut[shard].start, self._cut[shard].stop)

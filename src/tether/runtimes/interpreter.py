@@ -20,11 +20,13 @@ from torch import Tensor
 from tether.core.compress import Compressor, FeedbackKey, Packed, unpack
 from tether.core.effects import (
     Add,
+    Average,
     Blend,
     Broadcast,
     CancelTimer,
     Checkpoint,
     Compute,
+    Contributed,
     Effect,
     Evaluate,
     Fail,
@@ -46,6 +48,9 @@ from tether.core.wire import pack_tree, payload_bytes, unpack_tree
 from tether.errors import NodesLost, UsageError, WireError
 from tether.runtimes.collectives import CollectiveContext, CollectiveMessage, CompressibleMessage, MakeCollectives
 from tether.runtimes.tree import TreeCollectives
+
+#: where a checkpoint's state has the joint model's moving average
+AVERAGE = "average"
 
 T = TypeVar("T")
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -93,6 +98,10 @@ class Host(Protocol):
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, replica_state: dict[str, Any]) -> None:
         """Save this state."""
+        ...
+
+    def contributed(self) -> None:
+        """The node's data has ended, and its steps are in the joint model."""
         ...
 
     def finish(self, reason: str, weights: Tensor) -> None:
@@ -246,14 +255,20 @@ class Interpreter:
                 self.meter.count_staleness(staleness)
                 if values and (row := self._rows.admit(values, now)):
                     self.host.record(row)
+            case Average(decay=decay):
+                self.replica.average(decay)
             case Evaluate():
                 self.host.drain()
-                self.host.evaluate(effect, self._copy_of_weights())
+                self.host.evaluate(effect, self._copy_of_joint())
             case Checkpoint(parts=parts):
                 self.host.drain()
+                if self.replica.averaged is not None:
+                    effect = msgspec.structs.replace(effect, state={**effect.state, AVERAGE: self._copy_of_joint()})
                 others = [unpack_tree(part.values, part.tensors) for part in parts]
                 self.host.checkpoint(effect, self._copy_of_weights(), self.replica.state(others))
                 self.tracer.span("compute", "checkpoint", now, self.host.now())
+            case Contributed():
+                self.host.contributed()
             case Fail(reason=reason, lost=lost):
                 raise NodesLost(reason) if lost else UsageError(reason)
             case Finish(reason=reason):
@@ -261,11 +276,16 @@ class Interpreter:
                 self.host.drain()
                 if row := self._rows.flush():
                     self.host.record(row)
-                self.host.finish(reason, self._copy_of_weights())
+                self.host.finish(reason, self._copy_of_joint())
         return []
 
     def _copy_of_weights(self) -> Tensor:
         return Snapshot(0, None).take(self.replica.weights, self._empty)
+
+    def _copy_of_joint(self) -> Tensor:
+        """The joint model: the weights, or their moving average if the run has one."""
+        averaged = self.replica.averaged
+        return self._copy_of_weights() if averaged is None else Snapshot(0, None).take(averaged, self._empty)
 
     def _resolve(self, struct: _Struct, known: dict[tuple[int, int | None], Tensor]) -> _Struct:
         """The message with tensors in place of its snapshots; `known` holds the copies that exist already."""

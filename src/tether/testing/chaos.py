@@ -50,6 +50,7 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "averaging": (),
     "elastic": (),
     "mpca": (),
+    "tide": (),
     "grid": (),
 }
 
@@ -438,7 +439,7 @@ def _damage(fault: Fault, run: Path) -> int | None:
         path.write_bytes(path.read_bytes()[:-20] + b"\xff\xfe{]\n")
         return None
     newest = max((run / "checkpoints").glob("at-*"))
-    tensors = newest / "tensors.safetensors"
+    tensors = newest / "model.safetensors"
     data = bytearray(tensors.read_bytes())
     match fault.kind:
         case "zeros":

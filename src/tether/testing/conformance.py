@@ -220,15 +220,20 @@ class Assassin(Progress):
 
 
 def descendants(pid: int) -> dict[str, int]:
-    """The processes that descend from a process: their ids by name."""
+    """The processes that descend from a process: their ids by name.
+
+    Without the one with which Python's multiprocessing tracks resources: a DataLoader that starts processes by spawn
+    leaves it to the end of the program.
+    """
     found: dict[str, int] = {}
     for entry in Path("/proc").iterdir():
         try:
             name, _, rest = (entry / "stat").read_text().partition("(")[2].rpartition(")")
             state, parent = rest.split()[:2]
+            tracks = b"multiprocessing.resource_tracker" in (entry / "cmdline").read_bytes()
         except (OSError, ValueError):
             continue
-        if int(parent) == pid and state != "Z":
+        if int(parent) == pid and state != "Z" and not tracks:
             found[name] = int(entry.name)
             found.update(descendants(int(entry.name)))
     return found

@@ -289,7 +289,7 @@ class _CheckpointingObserver(NullObserver):
             effect.step, effect.samples, weights, effect.state, state.hub, self._plan.protocol.name, state.workers
         )
         if "disk-damage" in faults:
-            os.truncate(saved / "tensors.safetensors", (saved / "tensors.safetensors").stat().st_size // 2)
+            os.truncate(saved / "model.safetensors", (saved / "model.safetensors").stat().st_size // 2)
             self.damaged.add(saved.name)
             return
         found = self.directory.load_checkpoint()
@@ -317,7 +317,7 @@ def _check_checkpoint(effect: Checkpoint, last: Checkpoint | None, plan: RunPlan
     """Check that a checkpoint says which mini-batches count, and has no fewer than the one before it."""
     spans = effect.state["counted"]
     total = sum(stop - start for start, stop in spans)
-    if total * plan.task.batch_size != effect.samples or any(a[1] >= b[0] for a, b in itertools.pairwise(spans)):
+    if total * plan.schedule.batch_size != effect.samples or any(a[1] >= b[0] for a, b in itertools.pairwise(spans)):
         raise InvariantBroken(
             f"at step {effect.step}, {effect.samples} samples count, which are not the mini-batches {spans}"
         )

@@ -19,10 +19,11 @@ are averages themselves, so they always move from where they are and stay betwee
 for each other, and a line may have several rounds under way.
 
 Line masters (2.1). The first peer of a line starts its rounds. A node reports a round when it has ended there and
-`steps_per_round` steps have been made since the last report (6.1.3). When all peers have reported, the next round
-starts. A node that hears of a round in any way takes part in it. It keeps no more rounds of a line than may be under
-way: it gives up an older one, since a quorum of the line has ended it. Nor does it send a peer more rounds than that
-before the peer answers: further rounds wait for the answer, so a slow link never has a long queue.
+`steps_per_round` steps have been made since the last report (6.1.3), or at once if its data has ended. When all peers
+have reported, the next round starts. A node that hears of a round in any way takes part in it. It keeps no more rounds
+of a line than may be under way: it gives up an older one, since a quorum of the line has ended it. Nor does it send a
+peer more rounds than that before the peer answers: further rounds wait for the answer, so a slow link never has a long
+queue.
 
 Quorums with patience (2.1, 6.1.4). A node waits for the slices, means and reports of all living peers, and after a
 time-out only for those of a quorum. The previous slice or mean of a silent peer then stands in for it, for a few

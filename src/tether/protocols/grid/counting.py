@@ -35,6 +35,7 @@ class Counting:
         self.progress = RunProgress(context)
         self.portion = Portion(context, self._ask)
         self.computing = False
+        self.ended = False
         #: the newest count that this node knows, and the mini-batches made here that may not be in it
         self.counted: Counted = context.schedule.counted
         self._made: list[int] = []
@@ -70,6 +71,12 @@ class Counting:
         if not self.computing:
             self.computing = True
             self._out.add(*self.portion.compute())
+
+    def end(self, now: float) -> None:
+        """The node makes no further steps."""
+        self.ended = True
+        self.portion.end()
+        self.tally(now)
 
     def gradient_came(self) -> None:
         """No gradient is under way any longer."""

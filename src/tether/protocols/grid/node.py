@@ -6,8 +6,18 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from tether.core.effects import Effect, Install, Record
-from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested, TimerFired
+from tether.core.effects import Contributed, Effect, Install, Record
+from tether.core.events import (
+    DataEnded,
+    Event,
+    GradientReady,
+    PeerJoined,
+    PeerLost,
+    Received,
+    Started,
+    StopRequested,
+    TimerFired,
+)
 from tether.core.machine import NodeContext
 from tether.core.message import Message, Timer
 from tether.core.snapshot import snapshot, tensor
@@ -85,6 +95,11 @@ class GridNode:
                     self.membership.announce_no_weights()
             case PeerLost(peer=peer):
                 self._lose(peer, now)
+            case DataEnded():
+                self.counting.end(now)
+                for line in self.lines.values():
+                    line.report_due(now)
+                self._out.add(Contributed())  # the finale has the vectors of all nodes
             case StopRequested(reason=reason):
                 self._stop_reason = self._stop_reason or reason
                 if self.membership.is_master:

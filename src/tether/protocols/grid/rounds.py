@@ -245,6 +245,10 @@ class LineRounds:
         self._steps += 1
         self._report(now)
 
+    def report_due(self, now: float) -> None:
+        """Report what waited for steps that will not be made."""
+        self._report(now)
+
     def time_out(self, kind: str, number: int, now: float) -> None:
         """The timer of a wait in a round has fired: a quorum is enough from now on."""
         round_ = self._rounds.get(number)
@@ -334,7 +338,7 @@ class LineRounds:
 
     def _report(self, now: float) -> None:
         """Report a round that has ended here once the steps between two reports are made (6.1.3)."""
-        if not self.unreported or self._steps < self._rules.steps_per_round:
+        if not self.unreported or (self._steps < self._rules.steps_per_round and not self._counting.ended):
             return
         self._steps = 0
         number = self.unreported.popleft()

@@ -29,7 +29,7 @@ class OwnVector:
         self._parameters = context.parameter_count
         self._empty = context.empty
         self._out = out
-        #: the buffers at the last gradient, with all pulls since; the gradient under way may be changing the live ones
+        #: the buffers at the last gradient; the gradient under way may be changing the live ones
         self._buffers = torch.empty(0)
         #: the changes that this event has asked for, and whether a step is among its effects
         self._changes: list[Install | Add | Blend] = []
@@ -76,18 +76,17 @@ class OwnVector:
     def pull(self, part: slice, mean: Tensor, rate: float, sent: Tensor | None) -> None:
         """Move a part by `rate` of the difference between the mean and `sent`, or without that and the vector itself.
 
-        Buffers are averages themselves and always move from where they are, so they stay between those of the peers.
+        A node keeps its own buffers, which follow its weights.
         """
-        edge = max(part.start, min(part.stop, self._parameters))
-        inner, outer = mean[: edge - part.start], mean[edge - part.start :]
-        if len(inner) and sent is not None:
-            self._change(Add(inner, rate, part.start))
-            self._change(Add(sent[part.start : edge], -rate, part.start))
-        elif len(inner):
-            self._change(Blend(inner, rate, part.start))
-        if len(outer):
-            self._out.add(Blend(outer, rate, edge))
-            self._buffers[edge - self._parameters : part.stop - self._parameters].lerp_(outer, rate)
+        part = slice(part.start, min(part.stop, self._parameters))
+        if part.start >= part.stop:
+            return
+        mean = mean[: part.stop - part.start]
+        if sent is None:
+            self._change(Blend(mean, rate, part.start))
+        else:
+            self._change(Add(mean, rate, part.start))
+            self._change(Add(sent[part], -rate, part.start))
 
     def _change(self, change: Install | Add | Blend) -> None:
         self._changes.append(change)

@@ -215,6 +215,10 @@ class Server(Options):
         return not self.steps_at_hub or self.pull_every > 1
 
     @property
+    def clips_mean(self) -> bool:
+        return self.steps_at_hub and self.sync != "async"
+
+    @property
     def shares(self) -> bool:
         return self.apply == "inline" or self.consistent is False
 

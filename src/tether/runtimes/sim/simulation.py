@@ -61,7 +61,8 @@ class Simulation:
         self.events = 0
         #: why the run has ended, and the node that ended it
         self.reason: str | None = None
-        self.finisher = ""
+        #: those of the node that has finished
+        self.final_weights = torch.empty(0)
         #: the memory of the vector, if all nodes share one
         self.shared: Shared | None = None
         self._detect_seconds = detect_seconds
@@ -108,7 +109,7 @@ class Simulation:
                 lost.seconds, lost.events = timeline.now, self.events
                 raise
         return Outcome(
-            weights=self.nodes[self.finisher].interpreter.replica.weights,
+            weights=self.final_weights,
             seconds=timeline.now,
             reason=self.reason,
             meters={name: simulated.interpreter.meter for name, simulated in self.nodes.items()},
@@ -377,10 +378,13 @@ class SimulatedNode:
         states = NodeStates({} if self.node.computes else replica_state, workers)
         self._simulation.observer.checkpoint(effect, weights, states, self._timeline.now)
 
+    def contributed(self) -> None:
+        """Data never ends in a simulated run."""
+
     def finish(self, reason: str, weights: Tensor) -> None:
         simulation = self._simulation
         if simulation.plan.hub in ("", self.node.name) and simulation.reason is None:
-            simulation.reason, simulation.finisher = reason, self.node.name
+            simulation.reason, simulation.final_weights = reason, weights
 
 
 def _describe(machine: Machine) -> str:
