@@ -90,6 +90,19 @@ class State(Message, frozen=True):
     tensors: list[Tensor]
 
 
+class Contributed(Message, frozen=True):
+    """The node's data has ended, and its steps are in the joint model."""
+
+
+class Measured(Message, frozen=True):
+    """Metrics of the joint model, which the user's own code has computed; `final`: the run was over by then."""
+
+    step: int
+    metrics: dict[str, float]
+    final: bool
+    now: float
+
+
 class Finished(Message, frozen=True):
     """The node's machine has finished."""
 
@@ -163,8 +176,26 @@ class Stop(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """The run is over."""
+    """The run is over. The user's own loop is given the joint model."""
+
+    weights: tuple[Tensor, ...] = ()
+
+
+# ---- between nodes --------------------------------------------------------------------------------------------------
+
+
+class JointRequest(Message, frozen=True):
+    """Send the weights of the joint model as they are now."""
+
+
+class JointWeights(Message, frozen=True):
+    """The answer to a `JointRequest`."""
+
+    weights: Tensor
 
 
 FROM_NODE = (Hello, Alive, Note, Report, Row, Evaluation, Checkpoint, State, Finished, Failed, Bye)
+#: only from nodes that run a script of the user's
+FROM_SCRIPT = (Contributed, Measured)
 FROM_DRIVER = (Begin, Joined, Lost, Restore, StateRequest, Observed, Stop, End)
+BETWEEN_NODES = (JointRequest, JointWeights)

@@ -127,7 +127,7 @@ class Driver:
         assert self._outcome is not None
         ending = frozenset(self._living)  # a node that exits from now on has not died of anything
         for name in ending:
-            self._outbox.send(name, control.End())
+            self._outbox.send(name, self._end_message(name))
         deadline = time.monotonic() + min(4 * GRACE_SECONDS, self._observer.seconds_left() / 2)
         while not ending <= self._said_bye and time.monotonic() < deadline:
             self._poll(0.1)
@@ -135,6 +135,10 @@ class Driver:
         self._outcome.meters = self._meters
         self._outcome.spans = self._spans
         return self._outcome
+
+    def _end_message(self, name: str) -> control.End:
+        """What tells a node that the run is over."""
+        return control.End()
 
     def close(self) -> None:
         """End every process, however the run ended, and leave nothing behind."""
@@ -338,7 +342,8 @@ class Driver:
         if name not in self._ready:
             if exited.replaced:
                 return
-            raise RunError(f"{name} {how} before it was ready{self._output(name)}")
+            when = "it had joined" if self._plan.scripted else "it was ready"
+            raise RunError(f"{name} {how} before {when}{self._output(name)}")
         if name in self._plan.vital:
             held = "the joint model" if name == self._plan.hub else "a part of the joint model"
             raise NodesLost(f"{name}, which holds {held}, {how}{self._output(name)}")

@@ -2,7 +2,7 @@
 
 Importing torch takes seconds. So the driver starts one process, which imports it once, runs none of the user's code and
 starts no thread, and forks itself for every node. It reports each start to the driver and, at once, each exit. A node's
-first file descriptors are its lifeline, a connection to the driver, and its log.
+first file descriptors are its lifeline, a connection to the driver, and where it prints.
 
 Once the nodes run, a run can do without the fork server: a node's lifeline closes when it dies, so the driver notices
 its death even if the fork server is stopped or gone, and only the exit status is lost then. When the driver is gone the
@@ -68,14 +68,20 @@ class ForkServer:
         """Readable when a process has exited."""
         return self._selector.fileno()
 
-    def spawn(self, spec: bytes, log: IO[bytes] | None, seconds: float) -> int:
-        """Start a process that reads its spec from its lifeline; its process id. Each step may take this long."""
+    def spawn(
+        self, spec: bytes, log: IO[bytes] | None, seconds: float, *, output: tuple[int, int] | None = None
+    ) -> int:
+        """Start a process that reads its spec from its lifeline; its process id. Each step may take this long.
+
+        `output` are the descriptors of its standard output and standard error, if they do not go to the log.
+        """
         lifeline, theirs = socket.socketpair()
         lifeline.settimeout(seconds)
         self._socket.settimeout(seconds)
         try:
             with theirs, open(os.devnull, "wb") as nowhere:
-                socket.send_fds(self._socket, [b"f"], [theirs.fileno(), (log or nowhere).fileno()])
+                kept = (log or nowhere).fileno()
+                socket.send_fds(self._socket, [b"f"], [theirs.fileno(), *(output or (kept, kept))])
             while (pid := self._read_report()) is None:
                 pass
         except TimeoutError:
@@ -201,20 +207,23 @@ def serve(driver: socket.socket, node_main: Callable[[BinaryIO], NoReturn]) -> N
             os.read(woken, 4096)
             _report_exits(driver)
         if driver.fileno() in ready:
-            _, descriptors, _, _ = socket.recv_fds(driver, 1, 2)
+            _, descriptors, _, _ = socket.recv_fds(driver, 1, 3)
             if not descriptors:
                 return
-            lifeline, log = descriptors
+            lifeline, output, errors = descriptors
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 driver.close()
-                os.dup2(log, 1)
-                os.dup2(log, 2)
+                os.dup2(output, 1)
+                os.dup2(errors, 2)
+                os.close(output)
+                os.close(errors)
+                os.set_inheritable(lifeline, False)
                 _run_node(os.fdopen(lifeline, "rb"), node_main)
-            os.close(lifeline)
-            os.close(log)
+            for descriptor in descriptors:
+                os.close(descriptor)
             driver.sendall(_REPORT.pack(_STARTED, pid))
 
 

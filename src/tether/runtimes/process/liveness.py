@@ -48,9 +48,13 @@ class AwakeClock:
 class Watchdog:
     """The driver's side: when each process started and last responded, and what it was doing then."""
 
-    def __init__(self, hung_seconds: float) -> None:
-        """`hung_seconds`: the least time without a response or without progress after which a process has stopped."""
+    def __init__(self, hung_seconds: float, start_seconds: float | None = None) -> None:
+        """`hung_seconds`: the least time without a response or without progress after which a process has stopped.
+
+        `start_seconds`: how long a process may take to become ready, by default `START_SECONDS`.
+        """
         self._hung_seconds = hung_seconds
+        self._start_seconds = START_SECONDS if start_seconds is None else start_seconds
         self._clock = AwakeClock()
         #: all by that clock
         self._started: dict[str, float] = {}
@@ -85,8 +89,8 @@ class Watchdog:
     def why_overdue(self, name: str, *, ready: bool) -> str:
         """Why a process is to be killed, or "" if all is well. `ready`: it has said hello."""
         if not ready:
-            late = self._clock.seconds - self._started[name] > START_SECONDS
-            return f"did not become ready within {START_SECONDS:g} s" if late else ""
+            late = self._clock.seconds - self._started[name] > self._start_seconds
+            return f"did not become ready within {self._start_seconds:g} s" if late else ""
         if self._clock.seconds - self._heard.setdefault(name, self._clock.seconds) > self._hung_seconds:
             return f"has not responded for {self._hung_seconds:g} s"
         for work in self._work.get(name, ()):

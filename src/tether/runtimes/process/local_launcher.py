@@ -29,7 +29,9 @@ class LocalLauncher:
     def start(self, nodes: Iterable[Node]) -> None:
         for node in nodes:
             spec = encode_spec(self._spec, node, list(sys.path))
-            pid = self._fork_server.spawn(spec, self._open_log(node.name), START_SECONDS)
+            output = (1, 2) if self._spec.plan.is_shown(node) else None
+            log = self._open_log(node.name) if output is None else None
+            pid = self._fork_server.spawn(spec, log, START_SECONDS, output=output)
             self._names[pid] = node.name
 
     def fileno(self) -> int:

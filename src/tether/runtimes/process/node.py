@@ -31,6 +31,7 @@ from tether.core.effects import Checkpoint, Compute, Evaluate
 from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested, TimerFired
 from tether.core.machine import GradientResult, Node
 from tether.core.message import Message, Row, Timer
+from tether.core.snapshot import snapshot
 from tether.core.trace import Tracer
 from tether.core.vector import Shared
 from tether.core.wire import pack_tree, unpack_tree
@@ -63,9 +64,8 @@ class NodeProcess:
     def __init__(self, spec: NodeSpec, node: Node, context: zmq.Context[Any]) -> None:
         plan, self.name, self._computes = spec.plan, node.name, node.computes
         types = message_types(plan, spec.collective_types)
-        self._inbox = Inbox(
-            context, spec.directory, self.name, [*control.FROM_DRIVER, *types], keys=spec.keys, host=spec.host
-        )
+        types = [*control.FROM_DRIVER, *control.BETWEEN_NODES, *types]
+        self._inbox = Inbox(context, spec.directory, self.name, types, keys=spec.keys, host=spec.host)
         #: the tensors that it sends are lent from here
         self.memory = Memory(spec.directory, self.name)
         self._outbox = make_outbox(spec, node, context, self.memory)
@@ -166,6 +166,9 @@ class NodeProcess:
     def _with_random(self, replica_state: dict[str, Any]) -> dict[str, Any]:
         return {**replica_state, "random": random_state()} if self._computes else replica_state
 
+    def contributed(self) -> None:
+        self._report(control.Contributed())
+
     def finish(self, reason: str, weights: Tensor) -> None:
         self._report(control.Finished(reason, weights, self.now()))
 
@@ -199,6 +202,7 @@ class NodeProcess:
             self._pulse.stop()
         if self._link.is_alive():
             return False
+        self._interpreter.replica.close()
         if self._pool is not None:
             self._pool.close()
         with self.lock:  # the pool's last work may still send something
@@ -306,8 +310,16 @@ class NodeProcess:
                 return
             case control.Stop(reason=reason):
                 event = StopRequested(reason)
-            case control.End():
+            case control.End(weights=weights):
+                self._take_joint(weights[0] if weights else None)
                 self._end()
+                return
+            case control.JointRequest():
+                copied = snapshot().take(replica.weights, self.memory.empty)
+                self._outbox.send(sender, control.JointWeights(copied))
+                return
+            case control.JointWeights(weights=joint):
+                self._take_joint(joint)
                 return
             case _:
                 event = Received(sender, message)
@@ -315,6 +327,9 @@ class NodeProcess:
                     self._keep_early(event)
                     return
         self._interpreter.feed(event)
+
+    def _take_joint(self, weights: Tensor | None) -> None:
+        """The joint model has come; only a user's own loop asks for it."""
 
     def _keep_early(self, event: Received) -> None:
         if len(self._early) == self._early_max:
@@ -369,7 +384,7 @@ def run_node(spec: NodeSpec, node: Node, context: zmq.Context[Any], on_built: Ca
         process.run()
         return True
     except Exception as error:
-        _report_failure(spec, node, error)
+        report_failure(spec, node, error)
         return False
     finally:
         closed = process is None or process.close()
@@ -379,8 +394,10 @@ def run_node(spec: NodeSpec, node: Node, context: zmq.Context[Any], on_built: Ca
             context.destroy(linger=round(LINGER_SECONDS * 1000))
 
 
-def _report_failure(spec: NodeSpec, node: Node, error: Exception) -> None:
-    """In a context of its own, since a thread that hangs may keep the node's context from ending."""
+def report_failure(spec: NodeSpec, node: Node, error: Exception) -> None:
+    """Print the error that is being handled, and tell the driver.
+
+    In a context of its own, since a thread that hangs may keep the node's context from ending."""
     text = traceback.format_exc()
     print(text, file=sys.stderr)
     context: zmq.Context[Any] = zmq.Context()
@@ -405,7 +422,11 @@ def main(lifeline: BinaryIO) -> NoReturn:
     with suppress(OSError):  # so that ps and top tell the nodes apart
         Path("/proc/self/comm").write_text(node.name)
     threading.Thread(target=_exit_with_driver, args=(lifeline, spec.directory), daemon=True).start()
-    succeeded = run_node(spec, node, zmq.Context(), lambda process: None)
+    program = spec.plan.program(node)
+    if program is not None:
+        succeeded = program(spec, node)
+    else:
+        succeeded = run_node(spec, node, zmq.Context(), lambda process: None)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if succeeded else ERROR_REPORTED_STATUS)

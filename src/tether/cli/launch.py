@@ -1,0 +1,98 @@
+"""`tether launch`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tether import protocols
+from tether.cli.build import protocol_class
+from tether.cli.options import JsonOption
+from tether.cli.output import err, show_result
+from tether.core import settings
+from tether.errors import Interrupted, UsageError
+from tether.loops.launch import launch as launch_script
+from tether.protocols import Options
+
+
+def launch(
+    script: Annotated[
+        Path | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The script's own.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", help="How many processes run the script [2].")
+    ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            "--protocol", "-p", help="How they agree; what the script gives to join unless given, or averaging."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="NAME=VALUE", help="Set an option of the protocol; may be repeated."),
+    ] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Continue this run, with its script unless another is given."),
+    ] = None,
+    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the permutations that tether.sampler draws from [0].")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of torch in each process; an equal share of all unless given.")
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float | None,
+        typer.Option(help="Time between two checkpoints [30]. Use less to lose less when the machine fails."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a script of your own on several workers that stay tied to one joint model."""
+    try:
+        result = launch_script(
+            script,
+            tuple(arguments or ()),
+            workers=workers,
+            protocol=_protocol(protocol, set_ or []),
+            run_dir=run_dir,
+            resume=resume,
+            seed=seed,
+            checkpoint_seconds=checkpoint_seconds,
+            threads=threads,
+        )
+    except Interrupted as interrupted:
+        err.print(f"tether: {interrupted}", highlight=False, markup=False)
+        raise typer.Exit(130) from None
+    if as_json:
+        show_result(result, as_json)
+    else:
+        figures: dict[str, Any] = result.figures
+        err.print(
+            f"tether: {figures['reason']} after {figures['samples']} steps of {figures['workers']} workers; the run is "
+            f"in {result.directory}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+#: everything after the script belongs to the script
+launch.context_settings = {"allow_interspersed_args": False}  # type: ignore[attr-defined]
+
+
+def _protocol(name: str | None, texts: list[str]) -> Options | None:
+    if name is None:
+        if texts:
+            raise UsageError("--set sets an option of a protocol: name it with --protocol")
+        return None
+    cls = protocol_class(name)
+    given = {}
+    for text in texts:
+        option, equals, value = text.partition("=")
+        if not equals:
+            raise UsageError(f"--set {text!r} is not understood; write it like --set tau=10")
+        given[option.strip()] = value
+    return protocols.make({"name": name, **settings.arguments(cls, f"protocol {name}", given)})

@@ -1,0 +1,133 @@
+"""Which samples a process of a run draws: all processes share one permutation of the data for every epoch.
+
+The permutation follows from the seed and the epoch. Process r of n draws the elements r, r + n, r + 2n and so on, so
+each sample is drawn once in an epoch, and no sample is drawn twice to make all shares equal.
+
+A resumed script begins its loop again. The sampler then returns nothing for the epochs that are over, and in the epoch
+that was under way what no process had stepped with: what counts is what is in the joint model of the checkpoint. The
+number of processes may be another one.
+
+How far a process is follows from its optimizer steps. A DataLoader with workers draws ahead of the loop; the sampler
+learns how many samples a step takes from the draws between the first two steps of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Sampler
+
+from tether.errors import UsageError
+
+#: for how many steps a process remembers where it was: the joint model of a checkpoint is at most that far behind
+MARKS_KEPT = 4096
+
+Indices = np.ndarray[Any, np.dtype[np.int64]]
+#: for one part of a run: how many processes it had, and for each the epoch and the samples of it that count
+Part = tuple[int, tuple[tuple[int, int], ...]]
+
+
+def left_in_epoch(length: int, seed: int, epoch: int, parts: Sequence[Part]) -> Indices:
+    """What the earlier parts of a run have left of an epoch, in the order of its permutation."""
+    left = np.arange(length)
+    for world, places in parts:
+        kept = np.ones(len(left), dtype=bool)
+        for rank, (reached, count) in enumerate(places):
+            share = np.arange(rank, len(left), world)
+            kept[share if epoch < reached else share[:count] if epoch == reached else share[:0]] = False
+        left = left[kept]
+    order: Indices = np.random.default_rng((seed, epoch)).permutation(length)
+    return order[left]
+
+
+class SharedSampler(Sampler[int]):
+    """This process's share of the one permutation of every epoch."""
+
+    def __init__(self, dataset: Sized, *, seed: int, rank: int, world_size: int) -> None:
+        if not hasattr(dataset, "__len__"):
+            raise UsageError(
+                f"tether.sampler() was given a {type(dataset).__name__}, which has no length: it shares out a "
+                "map-style Dataset; an IterableDataset shards itself, by tether.rank() and tether.world_size()"
+            )
+        self._length = len(dataset)
+        self._seed, self._rank, self._world_size = seed, rank, world_size
+        self._parts: tuple[Part, ...] = ()
+        self._epoch = -1
+        #: of the epoch under way: its length here, how many were drawn, the draws by the last step, and the steps
+        self._share = 0
+        self._drawn = 0
+        self._drawn_at_step = 0
+        self._epoch_steps = 0
+        #: the samples that a step takes, once that is known, and those that count as stepped with
+        self._per_step = 0
+        self._ahead = 0
+        self._stepped = 0
+        #: for the latest steps of this process: the step, the epoch, and the samples of it that were stepped with
+        self._marks: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MARKS_KEPT)
+
+    def __len__(self) -> int:
+        """The length of this process's share of a whole epoch."""
+        return len(range(self._rank, self._length, self._world_size))
+
+    def __iter__(self) -> Iterator[int]:
+        self._epoch += 1
+        share = left_in_epoch(self._length, self._seed, self._epoch, self._parts)[self._rank :: self._world_size]
+        self._share, self._drawn, self._drawn_at_step, self._epoch_steps, self._stepped = len(share), 0, 0, 0, 0
+        if self._marks[-1][1] != self._epoch:
+            self._marks.append((self._marks[-1][0], self._epoch, 0))
+        return self._draw(share.tolist(), self._epoch)
+
+    def _draw(self, share: list[int], epoch: int) -> Iterator[int]:
+        for index in share:
+            if epoch == self._epoch:
+                self._drawn += 1
+            yield index
+
+    def step_made(self, step: int) -> None:
+        """The optimizer has made this step: what it used of the draws counts."""
+        if self._epoch < 0:
+            return
+        self._epoch_steps += 1
+        since, self._drawn_at_step = self._drawn - self._drawn_at_step, self._drawn
+        if self._epoch_steps == 1:
+            self._ahead = max(0, since - self._per_step) if self._per_step else 0
+            self._stepped = since - self._ahead
+        elif self._epoch_steps == 2 and since and not self._per_step:
+            # the first step came after its own samples and those that were drawn ahead
+            self._per_step = since
+            self._ahead = max(0, self._stepped - since)
+            first = self._stepped - self._ahead
+            if self._marks[-1] == (step - 1, self._epoch, self._stepped):
+                self._marks[-1] = (step - 1, self._epoch, first)
+            self._stepped = first + since
+        else:
+            self._stepped += since or self._per_step
+        self._stepped = min(self._stepped, self._share)
+        self._marks.append((step, self._epoch, self._stepped))
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"parts": self._parts, "marks": torch.tensor(list(self._marks))}
+
+    def resume(self, parts: tuple[Part, ...]) -> None:
+        """Leave out what earlier parts of the run have done."""
+        self._parts = parts
+
+
+def next_parts(states: dict[int, dict[str, Any]], made: dict[int, int], world: int) -> tuple[Part, ...]:
+    """The parts of a run so far, from the states of the samplers of a part, by rank, and the steps that count."""
+    earlier: tuple[Part, ...] = ()
+    places = []
+    for rank in range(world):
+        place = (0, 0)
+        if rank in states:
+            earlier = tuple((int(count), tuple(map(tuple, done))) for count, done in states[rank]["parts"])
+            for step, epoch, count in states[rank]["marks"].tolist():
+                if step <= made.get(rank, 0):
+                    place = (epoch, count)
+        places.append(place)
+    return (*earlier, (world, tuple(places)))
