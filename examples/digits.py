@@ -31,6 +31,6 @@ class Digits(tether.Task):
         return torch.tensor(images / 16).float()[chosen], torch.tensor(labels)[chosen]
 
 
-result = tether.run(Digits(), tether.Averaging(tau=10), tether.Local(workers=4), epochs=30)
+result = tether.run(Digits(), workers=4, epochs=30)
 print(result)
 print(result.model)  # the joint model, an ordinary nn.Module

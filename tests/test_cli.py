@@ -223,7 +223,7 @@ def test_a_seed_repeats_bit_for_bit_and_another_seed_differs(tether: Callable[[s
 
 
 def test_settings_reach_the_protocol_and_the_task(tether: Callable[[str], Said]) -> None:
-    figures = train(tether, "digits --on sim --workers 2 --steps 6 --set tau=3 --set batch_size=10")
+    figures = train(tether, "digits -p averaging --on sim --workers 2 --steps 6 --set tau=3 --set batch_size=10")
     assert figures["samples"] == 2 * 6 * 10
     config = json.loads((Path(figures["run"]) / "run.json").read_text())
     assert config["protocol"].items() >= {"name": "averaging", "tau": 3, "compress": "none"}.items()
@@ -234,7 +234,7 @@ def test_without_a_protocol_the_one_that_suits_the_task_is_used(tether: Callable
     figures = train(tether, "text --data texts.csv --on sim --workers 2 --steps 2 --set embedding=4 --set filters=2")
     config = json.loads((Path(figures["run"]) / "run.json").read_text())
     assert config["protocol"].items() >= {"name": "server", "sync": "async", "apply": "auto"}.items()
-    assert train(tether, "digits --on sim --workers 2 --steps 2")["protocol"] == "averaging"
+    assert train(tether, "digits --on sim --workers 2 --steps 2")["protocol"] == "tide"
 
 
 def test_settings_change_the_protocol_that_suits_the_task_and_another_may_be_named(
@@ -263,7 +263,7 @@ def test_until_ends_the_run_when_the_metric_is_reached(tether: Callable[[str], S
 
 
 def test_a_slower_link_takes_longer_and_a_priced_model_more_bytes(tether: Callable[[str], Said]) -> None:
-    line = "digits --on sim --workers 4 --steps 10 --set tau=2"
+    line = "digits -p averaging --on sim --workers 4 --steps 10 --set tau=2"
     fast, slow = (train(tether, f"{line} --link {link}") for link in ("1gbit", "1mbit"))
     assert slow["seconds"] > 2 * fast["seconds"]
     assert slow["digest"] == fast["digest"]
@@ -273,7 +273,7 @@ def test_a_slower_link_takes_longer_and_a_priced_model_more_bytes(tether: Callab
 
 def test_faults_come_from_a_file(tether: Callable[[str], Said], tmp_path: Path) -> None:
     (tmp_path / "faults.json").write_text('[{"kind": "crash", "node": "worker-1", "step": 3}]')
-    figures = train(tether, "digits --on sim --workers 3 --steps 10 --set tau=2 --faults faults.json")
+    figures = train(tether, "digits -p averaging --on sim --workers 3 --steps 10 --set tau=2 --faults faults.json")
     assert "worker-1 died" in (Path(figures["run"]) / "metrics.jsonl").read_text()
 
 
@@ -349,10 +349,11 @@ WRONG = [
         "train digits --protocol averagin",
         "unknown protocol 'averagin'; known: averaging, elastic, grid, mpca, server, single",
     ),
-    ("train digits --set tau=x", "option tau of protocol averaging is 'x'; expected"),
-    ("train digits --set tau=0", "tau must be at least 1"),
-    ("train digits --set tao=3", "tau. Did you mean 'tau'?"),
-    ("train digits --set compress=zip", "compress of protocol averaging is 'zip'; expected none | fp16 | bf16 | int8"),
+    ("train digits --set tau=3", "protocol tide has no option 'tau'; it is one of averaging, elastic: choose"),
+    ("train digits -p averaging --set tau=x", "option tau of protocol averaging is 'x'; expected"),
+    ("train digits -p averaging --set tau=0", "tau must be at least 1"),
+    ("train digits -p averaging --set tao=3", "tau. Did you mean 'tau'?"),
+    ("train digits --set compress=zip", "compress of protocol tide is 'zip'; expected none | fp16 | bf16 | int8"),
     ("train digits --protocol single --set compress=int8", "single sends nothing"),
     ("train digits --set tau", "write it like --set tau=10"),
     ("train digits --on mars", "unknown runtime 'mars'; known: local, sim"),
@@ -394,10 +395,10 @@ WRONG = [
     ("resume .", "is not a run directory: it has no run.json"),
     (
         "bench nothing",
-        "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, frontier, grid, mpca, overhead",
+        "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, frontier, grid, loops, mpca",
     ),
     ("bench scaelup", "Did you mean 'scaleup'?"),
-    ("trian digits", "unknown command 'trian'; known: bench, chaos, demo"),
+    ("trian digits", "unknown command 'trian'; known: bench, chaos, classify, demo"),
     ("bench accuracy", "needs a folder with mr_polarity.csv, trec_train.csv, banking77_train.csv: --data DIR"),
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),
@@ -547,7 +548,7 @@ def test_a_file_of_tasks_is_run_once_however_often_its_task_is_looked_up(
     tether: Callable[[str], Said], tmp_path: Path
 ) -> None:
     (tmp_path / "loud.py").write_text(TASKS + "\nprint('read')\n")
-    said = tether("train loud.py:Good --on sim --steps 2 --set tau=2")
+    said = tether("train loud.py:Good -p averaging --on sim --steps 2 --set tau=2")
     assert said.status == 0 and said.out.count("read\n") == 1
     (tmp_path / "loud.py").write_text(TASKS + "\nprint('read again')\n")
     assert "read again" in tether("train loud.py:Good --on sim --steps 2").out, "but a changed file is another"

@@ -545,14 +545,14 @@ def test_a_checkpoint_that_has_lost_the_states_of_its_workers_is_still_used(
     assert restored is not None and restored.step == 1 and restored.workers == {}
 
 
-def test_a_checkpoint_of_an_earlier_version_has_no_states_of_workers(directory: RunDirectory) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_refused(directory: RunDirectory) -> None:
     keep(directory, 1, {0: {"kept": 1}})
     (file,) = (directory.path / "checkpoints").glob("*/state.json")
     tree = json.loads(file.read_text())
     file.write_text(json.dumps({key: tree[key] for key in ("step", "samples", "protocol", "state", "replica_state")}))
     (file.parent / "SHA256SUMS").unlink()
-    restored = RunDirectory(directory.path).load_checkpoint()
-    assert restored is not None and restored.workers == {} and restored.evaluations == {}
+    with pytest.raises(UsageError, match="has version 0, and this Tether reads version 2"):
+        RunDirectory(directory.path).load_checkpoint()
 
 
 def write(directory: RunDirectory, *rows: dict[str, Any]) -> None:

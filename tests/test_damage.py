@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -68,12 +69,12 @@ def change_types(file: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
-    ("tensors.safetensors", zero_page),
+    ("model.safetensors", zero_page),
     ("workers.safetensors", zero_page),
     ("state.json", change_samples),
     ("state.json", change_types),
     ("state.json", Path.unlink),
-    ("tensors.safetensors", Path.unlink),
+    ("model.safetensors", Path.unlink),
     ("SHA256SUMS", Path.unlink),
     ("SHA256SUMS", zero_page),
 ]
@@ -99,7 +100,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def test_files_of_two_checkpoints_that_were_swapped_are_damage(run: Path) -> None:
     older, newest = checkpoints(run)
-    shutil.copyfile(older / "tensors.safetensors", newest / "tensors.safetensors")
+    shutil.copyfile(older / "model.safetensors", newest / "model.safetensors")
     restored = RunDirectory.open(run).load_checkpoint()
     assert restored is not None and restored.samples == int(older.name.split("-")[1])
 
@@ -129,31 +130,21 @@ def test_a_checkpoint_of_a_newer_version_is_refused_by_its_version(run: Path) ->
         resume(run, Blobs(), steps=40, progress=QUIET)
 
 
-def test_a_checkpoint_of_version_0_is_still_read(tmp_path: Path) -> None:
-    """As they were written before they had hashes."""
-    folder = tmp_path / "run" / "checkpoints" / "at-000000000000070-000001"
-    folder.mkdir(parents=True)
-    weights, momentum = torch.arange(5.0), torch.ones(2)
-    packed = {"$": "dict", "items": [["tau", 4], ["momentum", {"$": "tensor", "at": 1}]]}
-    tree = {
-        "step": 7,
-        "samples": 70,
-        "protocol": "single",
-        "parameters": 5,
-        "state": packed,
-        "replica_state": {"$": "dict", "items": []},
-        "evaluations": {"$": "dict", "items": [[30, {"$": "dict", "items": [["error", 0.5]]}]]},
-        "workers": {"$": "dict", "items": [[0, {"$": "dict", "items": [["random", {"$": "tensor", "at": 0}]]}]]},
-        "workers_in": folder.name,
-    }
-    (folder / "state.json").write_text(json.dumps(tree))
-    save_file({"0": weights, "1": momentum}, folder / "tensors.safetensors")
-    save_file({"0": torch.tensor([3], dtype=torch.uint8)}, folder / "workers.safetensors")
-    restored = RunDirectory(tmp_path / "run").load_checkpoint()
-    assert restored is not None and (restored.step, restored.samples, restored.protocol) == (7, 70, "single")
-    assert torch.equal(restored.weights, weights) and torch.equal(restored.state["momentum"], momentum)
-    assert restored.state["tau"] == 4 and restored.evaluations == {30: {"error": 0.5}} and restored.notes == ()
-    assert restored.workers[0]["random"].tolist() == [3]
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_checkpoint_of_an_older_version_is_refused_by_its_version(run: Path, version: int) -> None:
+    newest = checkpoints(run)[-1]
+    tree = json.loads((newest / "state.json").read_bytes())
+    (newest / "state.json").write_text(json.dumps({**tree, "version": version}))
+    (newest / "SHA256SUMS").unlink()
+    with pytest.raises(UsageError, match=rf"has version {version}, and this Tether reads version 2: .*older Tether"):
+        resume(run, Blobs(), steps=40, progress=QUIET)
+
+
+def hash_again(checkpoint: Path) -> None:
+    """Make the hashes those of the files as they are now."""
+    files = [path for path in sorted(checkpoint.iterdir()) if path.name != "SHA256SUMS"]
+    lines = [f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in files]
+    (checkpoint / "SHA256SUMS").write_text("".join(lines))
 
 
 @pytest.mark.parametrize(
@@ -168,25 +159,25 @@ def test_a_checkpoint_of_version_0_is_still_read(tmp_path: Path) -> None:
         ("state", {"$": "dict", "items": [1, 2]}),
         ("replica_state", "none"),
         ("parameters", "all"),
+        ("names", ["0.weight", 3]),
         ("evaluations", {"$": "dict", "items": [["x", 3]]}),
         ("workers_in", "../../elsewhere"),
     ],
 )
-def test_wrong_types_in_a_checkpoint_without_hashes_are_damage_and_no_crash(
+def test_wrong_types_in_a_checkpoint_with_right_hashes_are_damage_and_no_crash(
     run: Path, key: str, value: Any, tmp_path: Path
 ) -> None:
     for checkpoint in checkpoints(run):
         tree = json.loads((checkpoint / "state.json").read_bytes())
-        tree.pop("version", None)
         (checkpoint / "state.json").write_text(json.dumps({**tree, key: value}))
-        (checkpoint / "SHA256SUMS").unlink(missing_ok=True)
+        hash_again(checkpoint)
     with pytest.raises(UsageError, match=r"no checkpoint to continue from.*state\.json"):
         resume(run, Blobs(), steps=40, progress=QUIET)
 
 
 def test_a_damaged_checkpoint_does_not_push_a_good_one_out(run: Path) -> None:
     older, newest = checkpoints(run)
-    zero_page(newest / "tensors.safetensors")
+    zero_page(newest / "model.safetensors")
     directory = RunDirectory.open(run)
     restored = directory.load_checkpoint()
     assert restored is not None
@@ -214,12 +205,12 @@ def test_a_damaged_best_model_is_reported_and_not_used(tmp_path: Path) -> None:
     assert any("best.safetensors is damaged" in note for note in directory.notes)
 
 
-def test_a_best_model_without_a_hash_is_still_read(tmp_path: Path) -> None:
+def test_a_best_model_of_an_older_version_is_reported_and_not_used(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path / "run", "a run")
     metadata = {"step": "3", "samples": "30", "metrics": '{"error": 0.5}'}
     save_file({"weights": torch.ones(3)}, directory.path / "best.safetensors", metadata)
-    best = directory.load_best()
-    assert best is not None and best.step == 3 and best.metrics == {"error": 0.5}
+    assert directory.load_best() is None
+    assert "is not of version 2" in directory.notes[0]
 
 
 # ---- run.json and metrics.jsonl -------------------------------------------------------------------------------------

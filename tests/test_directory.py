@@ -124,16 +124,16 @@ def test_whenever_the_process_is_killed_a_complete_checkpoint_is_there(
 
 
 def damage_truncated_tensors(path: Path) -> None:
-    file = path / "tensors.safetensors"
+    file = path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5])
 
 
 def damage_empty_tensors(path: Path) -> None:
-    (path / "tensors.safetensors").write_bytes(b"")
+    (path / "model.safetensors").write_bytes(b"")
 
 
 def damage_missing_tensors(path: Path) -> None:
-    (path / "tensors.safetensors").unlink()
+    (path / "model.safetensors").unlink()
 
 
 def damage_truncated_state(path: Path) -> None:
@@ -438,7 +438,7 @@ def test_a_damaged_newest_checkpoint_in_a_storage_falls_back_to_the_one_before(f
     for step in (1, 2):
         save(here, step)
     last = sorted((folder.path / "checkpoints").iterdir())[-1]
-    (last / "tensors.safetensors").unlink()
+    (last / "model.safetensors").unlink()
     assert newest(here).step == 1
 
 
@@ -450,16 +450,16 @@ def test_damage_in_a_storage_is_noticed_and_reported(
     for step in (1, 2):
         save(here, step)
     last = sorted((folder.path / "checkpoints").iterdir())[-1]
-    data = bytearray((last / "tensors.safetensors").read_bytes())
+    data = bytearray((last / "model.safetensors").read_bytes())
     data[-1] ^= 1
-    (last / "tensors.safetensors").write_bytes(data)
+    (last / "model.safetensors").write_bytes(data)
     (folder.path / "run.json").write_bytes(b"{")
     monkeypatch.chdir(tmp_path)
     there = RunDirectory.fetch(folder)
     assert there.read_config() == config("running")
     assert "run.json is damaged" in there.notes[0] and last.name in there.notes[0]
     restored = newest(there)
-    assert restored.step == 1 and "tensors.safetensors" in restored.notes[0]
+    assert restored.step == 1 and "model.safetensors" in restored.notes[0]
     (folder.path / "run.json").unlink()
     assert RunDirectory.fetch(folder).read_config() == config("running")
 

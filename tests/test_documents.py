@@ -130,7 +130,8 @@ def test_a_command_of_a_document_runs(
     source, block = MY_TASK[document]
     Path("my_task.py").write_text(blocks(source, "python")[block])
     if " RUN" in line and "--run RUN" not in line:
-        assert tether("tether train digits --on sim --epochs 1 --run RUN") == 0
+        trained = "text --data FILE.csv --set embedding=8 --set filters=4" if " classify " in line else "digits"
+        assert tether(f"tether train {trained} --on sim --epochs 1 --run RUN") == 0
     shorter = next((more for begins, more in SHORTER.items() if line.startswith(begins)), "")
     assert tether(f"{line} {shorter}") == 0, capsys.readouterr().err
     assert capsys.readouterr().out
@@ -196,8 +197,19 @@ def test_the_programs_of_the_document_on_faults_run_one_after_another_as_in_a_no
     assert "Result(error=0." in printed and printed.rstrip().endswith("7232")
 
 
+def test_the_program_of_the_document_on_loops_runs_alone_launched_and_resumed(tmp_path: Path) -> None:
+    (program,) = blocks("docs/loops.md", "python")
+    assert "epoch 4: error 0." in printed_by(program, tmp_path)
+    (tmp_path / "train.py").write_text(program)
+    for line in commands("docs/loops.md"):
+        words = [sys.executable, "-m", *shlex.split(line.replace("-n 4", "-n 2"))]
+        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "model.pt").exists()
+
+
 def test_every_document_with_a_program_is_tested() -> None:
-    tested = {"faults.md", "protocols.md", "spark.md", "tasks.md"}
+    tested = {"faults.md", "loops.md", "protocols.md", "spark.md", "tasks.md"}
     assert {path.name for path in (ROOT / "docs").rglob("*.md") if "```" in path.read_text()} == tested
 
 

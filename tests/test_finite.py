@@ -212,10 +212,11 @@ def test_a_buffer_may_hold_any_values(directory: RunDirectory) -> None:
 
 def spoil(checkpoint: Path) -> None:
     """As if it had been saved without a check."""
-    tensors = load_file(checkpoint / "tensors.safetensors")
-    tensors["0"] = torch.full_like(tensors["0"], float("nan"))
-    save_file(tensors, checkpoint / "tensors.safetensors")
-    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.glob("*s*.*")}
+    tensors = load_file(checkpoint / "model.safetensors")
+    name = next(name for name, tensor in tensors.items() if tensor.is_floating_point())
+    tensors[name] = torch.full_like(tensors[name], float("nan"))
+    save_file(tensors, checkpoint / "model.safetensors")
+    hashes = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in checkpoint.glob("*.*")}
     (checkpoint / "SHA256SUMS").write_text("".join(f"{found}  {name}\n" for name, found in hashes.items()))
 
 

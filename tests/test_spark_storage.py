@@ -88,14 +88,14 @@ def test_damage_to_a_run_in_a_file_system_elsewhere_is_seen_and_told(
     run(load("digits"), Averaging(), Local(1), steps=20, run_dir=tmp_path / "run", checkpoints=url, progress=quiet)
     resume(tmp_path / "run", load("digits"), steps=40, progress=quiet)
     newest = sorted((tmp_path / "there" / "checkpoints").glob("at-*"))[-1]
-    data = bytearray((newest / "tensors.safetensors").read_bytes())
+    data = bytearray((newest / "model.safetensors").read_bytes())
     data[-9] ^= 1
-    (newest / "tensors.safetensors").write_bytes(data)
-    (newest / ".tensors.safetensors.crc").unlink(missing_ok=True)  # the local file system of Hadoop would see it too
+    (newest / "model.safetensors").write_bytes(data)
+    (newest / ".model.safetensors.crc").unlink(missing_ok=True)  # the local file system of Hadoop would see it too
     (tmp_path / "there" / "run.json").write_bytes(b"[")
     (tmp_path / "there" / ".run.json.crc").unlink(missing_ok=True)
     monkeypatch.chdir(tmp_path)
     further = resume(url, load("digits"), steps=60, progress=quiet)
     notes = (further.directory / "metrics.jsonl").read_text()
     assert further.figures["steps"] == 60
-    assert "run.json is damaged" in notes and f"checkpoint {newest.name} is damaged (tensors.safetensors" in notes
+    assert "run.json is damaged" in notes and f"checkpoint {newest.name} is damaged (model.safetensors" in notes

@@ -219,7 +219,7 @@ def test_json_is_one_object_and_progress_a_line_for_each_cell(
         (["--epochs", "0"], "epochs must be more than 0"),
         (["--reference-batch", "0"], "reference_batch must be at least 1"),
         (["--set", "n=2"], "a study sets n itself; use --protocol"),
-        (["--set", "tau=2"], "unknown option"),
+        (["--set", "tau=2"], "protocol server has no option 'tau'"),
     ],
 )
 def test_bad_input_is_refused_in_a_line_with_status_2(

@@ -136,7 +136,11 @@ class Endless(IterableDataset[int]):
 
 
 def test_data_without_a_length_is_refused() -> None:
-    for data in (Endless(), iter([1, 2, 3]), {1, 2, 3}):
+    with pytest.raises(
+        TaskError, match="task Numbers returned Endless, an IterableDataset without a length: set epoch"
+    ):
+        check_task(Numbers(1), Endless(), workers=1)
+    for data in (iter([1, 2, 3]), {1, 2, 3}):
         with pytest.raises(TaskError, match=f"task Numbers returned {type(data).__name__}.* map-style Dataset"):
             check_task(Numbers(1), data, workers=1)
 

@@ -472,7 +472,11 @@ def test_a_built_in_task_is_loaded_with_settings_of_the_right_type(tmp_path: Pat
         ("network", "nlp", "'nlp'; expected cnn | resnet"),
         ("momentum", "2", "at least 0 and less than 1"),
         ("flip", "maybe", "'maybe'; expected true | false"),
-        ("batchsize", "3", "known: batch_size, flip, learning_rate, momentum, network. Did you mean 'batch_size'?"),
+        (
+            "batchsize",
+            "3",
+            "flip, learning_rate, momentum, network, num_workers, precision, prefetch. Did you mean 'batch_size'?",
+        ),
         ("data", "/tmp", "--data"),
     ],
 )

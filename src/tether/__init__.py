@@ -22,13 +22,15 @@ if _TYPE_CHECKING:
         UsageError,
         WireError,
     )
+    from tether.execution.callbacks import CsvLogger, TensorBoardLogger, WandbLogger
+    from tether.loops import evaluate, is_main, join, rank, sampler, save, world_size
     from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Tide
     from tether.runtimes.local import Local
     from tether.runtimes.sim.costs import StepTime
     from tether.runtimes.sim.faults import Faults
     from tether.runtimes.sim.runtime import Sim
     from tether.runtimes.spark.runtime import Spark
-    from tether.task import Length, Task
+    from tether.task import Callback, Length, StepInfo, Task
 
 __version__ = "0.1.0"
 
@@ -46,17 +48,21 @@ _PUBLIC = {
         "UsageError",
         "WireError",
     ),
+    "tether.loops": ("evaluate", "is_main", "join", "rank", "sampler", "save", "world_size"),
     "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Tide"),
     "tether.runtimes.local": ("Local",),
     "tether.runtimes.sim.costs": ("StepTime",),
     "tether.runtimes.sim.faults": ("Faults",),
     "tether.runtimes.sim.runtime": ("Sim",),
     "tether.runtimes.spark.runtime": ("Spark",),
-    "tether.task": ("Length", "Task"),
+    "tether.execution.callbacks": ("CsvLogger", "TensorBoardLogger", "WandbLogger"),
+    "tether.task": ("Callback", "Length", "StepInfo", "Task"),
 }
 
 __all__ = [
     "Averaging",
+    "Callback",
+    "CsvLogger",
     "Elastic",
     "Faults",
     "Grid",
@@ -73,17 +79,27 @@ __all__ = [
     "Single",
     "Spark",
     "Stalled",
+    "StepInfo",
     "StepTime",
     "Task",
     "TaskError",
+    "TensorBoardLogger",
     "TetherError",
     "Tide",
     "Training",
     "UsageError",
+    "WandbLogger",
     "WireError",
+    "evaluate",
+    "is_main",
+    "join",
+    "rank",
     "resume",
     "run",
+    "sampler",
+    "save",
     "start",
+    "world_size",
 ]
 
 

@@ -7,15 +7,18 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, ParamSpec, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from tether.errors import UsageError, own_faults, unknown
+from tether.execution.callbacks import Callbacks
+from tether.execution.checkpoint import load_tensors
 from tether.execution.directory import RunDirectory
 from tether.execution.execute import Execution, described, plan_phases
 from tether.execution.goals import Request
@@ -23,6 +26,7 @@ from tether.execution.interruption import Interruption
 from tether.execution.plan import RunPlan
 from tether.execution.progress import FollowedProgress, Progress, make_progress
 from tether.execution.result import Result
+from tether.loops.launch import launch
 from tether.protocols import Options
 from tether.protocols import make as make_protocol
 from tether.runtimes.base import Runtime
@@ -31,7 +35,7 @@ from tether.runtimes.record import replay
 from tether.runtimes.sim.runtime import Sim
 from tether.runtimes.spark.hadoop import HadoopStorage, is_url
 from tether.runtimes.spark.runtime import Spark
-from tether.task import Task, check_is_task
+from tether.task import Callback, Task, check_can_travel, check_is_task
 from tether.tasks import load as load_task
 from tether.tasks import not_while_importing
 
@@ -67,9 +71,11 @@ def _check_names(given: Iterable[str], signature: inspect.Signature) -> None:
 @_checks_arguments
 def run(
     task: Task,
-    protocol: Options | None = None,
-    on: Runtime | None = None,
+    protocol: Options | str | None = None,
+    on: Runtime | str | None = None,
     *,
+    workers: int | None = None,
+    master: str | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     until: str | None = None,
@@ -78,6 +84,7 @@ def run(
     warmup: Options | None = None,
     warmup_epochs: float = 1.0,
     seed: int = 0,
+    weights: Mapping[str, Tensor] | Path | str | None = None,
     run_dir: Path | str | None = None,
     evaluate_every: float = 1.0,
     checkpoint_seconds: float = 30.0,
@@ -85,13 +92,20 @@ def run(
     record: bool = False,
     trace: bool = True,
     progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
     stop: Callable[[], str | None] | None = None,
     task_spec: dict[str, Any] | None = None,
 ) -> Result:
     """Train a task and return the joint model.
 
-    protocol: how the workers agree. The default is the task's own, which is `tether.Averaging()` for most tasks.
-    on: where the workers run; `tether.Local(workers=2)` by default.
+    Arguments have the names of the options of `tether train`.
+
+    protocol: how the workers agree: options such as `tether.Mpca(alpha=0.1)`, or a name such as "mpca". The default is
+        the task's own, which is `tether.Tide()` for most tasks.
+    on: where the workers run: `tether.Local(...)`, `tether.Sim(...)`, `tether.Spark(...)`, or just "local", "sim" or
+        "spark"; local by default.
+    workers: how many workers, 2 by default, if `on` is a name or left out.
+    master: with on="spark", the cluster; a small one on this machine by default.
     epochs, steps: how long to train: passes over the data by all workers together, or optimizer steps per worker. The
         default is the task's own number of epochs.
     until: end early when a metric reaches a value, such as "error<0.05". If only this is given, the run ends after 100
@@ -104,6 +118,8 @@ def run(
         ended the run.
     warmup, warmup_epochs: begin with this many epochs of another protocol, such as tether.Server(sync="hard").
     seed: of the model's first weights, of the order of the data, and of all other random numbers.
+    weights: what the model begins with: a state_dict, or a .safetensors or .pt file of one. It must have every tensor
+        of the model. The default is what the task's model() returns.
     run_dir: where to keep the run; the default is a new directory below `runs`. The files of a run that ended there
         without a checkpoint are removed; a directory that holds any other run is refused.
     evaluate_every: epochs between two evaluations of the joint model. Evaluations that fall behind are done after
@@ -114,6 +130,8 @@ def run(
     record: store every event, so that the run can be replayed.
     trace: store spans of time for trace.json.
     progress: the live display; the default depends on what standard error is.
+    callbacks: objects whose methods are called at steps, evaluations, checkpoints and the end; see `tether.Callback`.
+        `tether.CsvLogger`, `tether.TensorBoardLogger` and `tether.WandbLogger` are some.
     stop: called often; when it returns a reason, the run ends in good order with that reason.
     task_spec: how the command line finds the task again.
 
@@ -126,6 +144,8 @@ def run(
     asked_at = time.monotonic()
     not_while_importing()
     check_is_task(task)
+    if isinstance(protocol, str):
+        protocol = make_protocol({"name": protocol})
     protocol = protocol if protocol is not None else make_protocol(task.protocol)
     _check_protocol("protocol", protocol)
     if warmup is not None:
@@ -144,17 +164,26 @@ def run(
         seconds,
         patience,
     )
-    on = on if on is not None else Local(protocol.workers_max or 2)
-    if isinstance(on, type) or not hasattr(on, "execute"):
-        raise UsageError(f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}")
-    phases = plan_phases(task, protocol, on, request)
+    on = make_runtime(on, workers, master, protocol)
+    called = _checked_callbacks(callbacks, on)
+    phases = plan_phases(task, protocol, on, request, weights=_state_dict(weights))
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)
     progress = progress or make_progress()
     with directory.lock(), Interruption() as interruption:
         return Execution(
-            phases, protocol, on, request, directory, interruption, asked_at, progress, task_spec, stop
+            phases,
+            protocol,
+            on,
+            request,
+            directory,
+            interruption,
+            asked_at,
+            progress,
+            task_spec,
+            stop,
+            callbacks=called,
         ).run()
 
 
@@ -224,8 +253,8 @@ class Training:
 
 def start(
     task: Task,
-    protocol: Options | None = None,
-    on: Runtime | None = None,
+    protocol: Options | str | None = None,
+    on: Runtime | str | None = None,
     *,
     progress: Progress | None = None,
     **options: Any,
@@ -250,6 +279,7 @@ def resume(
     seconds: float | None = None,
     patience: int | None = None,
     progress: Progress | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> Result:
     """Continue a run from its newest checkpoint.
 
@@ -261,6 +291,7 @@ def resume(
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. Without
         epochs and steps the run goes no further than it would have gone before. A model from before remains the best
         until a better one is found.
+    callbacks: as in `run`; those of the earlier part are not kept.
     """
     asked_at = time.monotonic()
     not_while_importing()
@@ -268,6 +299,10 @@ def resume(
         directory = RunDirectory.fetch(HadoopStorage(run_dir))
     else:
         directory = RunDirectory.open(Path(run_dir))
+    if directory.storage is None and "script" in directory.read_config()["task"]:
+        if any(other is not None for other in (task, master, epochs, steps, until, seconds, patience)):
+            raise UsageError(f"{directory.path} is a run of a script, which knows its own task and goal: name neither")
+        return launch(None, resume=directory.path, workers=workers, progress=progress)
     with directory.lock():
         config = directory.read_config()
         if directory.storage is None and config.get("checkpoints"):
@@ -286,12 +321,47 @@ def resume(
         request = replace(request, record=False)  # a record begins at the beginning
         if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
             request = request.with_goal(task, epochs, steps, until, seconds, patience)
+        called = _checked_callbacks(callbacks, on)
         phases = plan_phases(task, protocol, on, request, restored)
         progress = progress or make_progress()
         with Interruption() as interruption:
             return Execution(
-                phases, protocol, on, request, directory, interruption, asked_at, progress, config["task"]
+                phases,
+                protocol,
+                on,
+                request,
+                directory,
+                interruption,
+                asked_at,
+                progress,
+                config["task"],
+                callbacks=called,
             ).run()
+
+
+def trained_model(run_dir: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model of a run as tensors by the names of its state_dict, and the files that its task keeps beside it.
+
+    It is the model that the run returned or, if it has not ended, that of its newest checkpoint or the best one so far.
+    run_dir: its directory, or the URL of its checkpoints.
+    """
+    with TemporaryDirectory(prefix="tether-") as copies:
+        if isinstance(run_dir, str) and is_url(run_dir):
+            directory = RunDirectory(Path(copies), HadoopStorage(run_dir))
+        else:
+            directory = RunDirectory.open(Path(run_dir))
+            if (url := directory.read_config().get("checkpoints")) is not None:
+                directory = RunDirectory(Path(copies), HadoopStorage(url))
+        if directory.storage is not None:
+            try:
+                directory.storage.get("run.json", Path(copies, "run.json"))
+            except FileNotFoundError:
+                raise UsageError(f"{directory.storage.url} holds no run: it has no run.json") from None
+        model, files = directory.load_model(), directory.read_files()
+    if model is None:
+        damage = "".join(f"; {note}" for note in directory.notes)
+        raise UsageError(f"{run_dir} has no checkpoint, so there is no model{damage}")
+    return model.tensors, files
 
 
 def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, int]:
@@ -311,11 +381,54 @@ def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, 
     return counts
 
 
+def _checked_callbacks(callbacks: Sequence[Callback], on: Runtime) -> Callbacks:
+    called = Callbacks(callbacks)
+    for callback in called.stepping if not on.virtual else ():
+        check_can_travel(callback)
+    return called
+
+
+def _state_dict(weights: object) -> Mapping[str, Tensor] | None:
+    if isinstance(weights, str | Path):
+        return load_tensors(Path(weights))
+    if weights is None:
+        return None
+    if not isinstance(weights, Mapping) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UsageError(f"weights must be a state_dict or the path of a file, not {weights!r:.100}")
+    return {name: value.detach().cpu() for name, value in weights.items()}
+
+
 def _check_protocol(name: str, options: object) -> None:
     """Refuse anything that is not the options of a protocol, such as their class."""
     if not isinstance(options, Options):
         what = options.__name__ if isinstance(options, type) and issubclass(options, Options) else "Averaging"
         raise UsageError(f"{name} must be options such as tether.Averaging(), not {options!r}: write tether.{what}()")
+
+
+#: by name, what makes a runtime with a number of workers
+RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
+
+
+def make_runtime(on: object, workers: int | None, master: str | None, protocol: Options, **settings: Any) -> Runtime:
+    """Where to run, from a name or as it was given; `settings` are more of what a runtime of that name takes."""
+    on = on if on is not None else "local"
+    if not isinstance(on, str):
+        if isinstance(on, type) or not hasattr(on, "execute"):
+            raise UsageError(
+                f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}; or one of the names "
+                f"{', '.join(RUNTIMES)}"
+            )
+        if workers is not None or master is not None:
+            raise UsageError(
+                f"workers and master belong to the runtime: write tether.{type(on).__name__}(...) with them"
+            )
+        return on  # type: ignore[return-value]
+    if on not in RUNTIMES:
+        raise unknown("runtime", on, RUNTIMES)
+    if master is not None and on != "spark":
+        raise UsageError("master: only a Spark cluster has that; add on='spark' (--on spark)")
+    count = workers if workers is not None else protocol.workers_max or 2
+    return RUNTIMES[on](**({"master": master} if on == "spark" else {}), workers=count, **settings)
 
 
 def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> tuple[Task, Options, Runtime, Request]:
@@ -327,6 +440,5 @@ def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> t
         task = load_task(spec["spec"], data=Path(spec["data"]) if spec["data"] else None, settings=spec["settings"])
     protocol = make_protocol(config["protocol"])
     described = dict(config["runtime"])
-    kinds: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
-    on = kinds[described.pop("name")](workers=workers if workers is not None else config["workers"], **described)
+    on = RUNTIMES[described.pop("name")](workers=workers if workers is not None else config["workers"], **described)
     return task, protocol, on, Request(**config["request"])

@@ -35,7 +35,7 @@ def overhead(
     Both use one thread. A first turn warms up and does not count.
     """
     subject = tasks.load(task, data=data)
-    train_data = subject.train_data()
+    train_data: Any = subject.train_data()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     taken: dict[str, list[float]] = {"plain": [], "tether": []}

@@ -22,6 +22,7 @@ BENCHMARKS = {
     "cycles": "Errors at equal samples where exchanges are slow, in the simulator.",
     "frontier": "Time to a target of every protocol, over networks, workers and tasks, in the simulator.",
     "grid": "How the grid scales, uses the network and learns, in the simulator.",
+    "loops": "An own loop that is launched against the script alone.",
     "mpca": "What the parts of MPCA SGD are worth, in the simulator.",
     "overhead": "One worker in Tether against a plain PyTorch loop.",
     "rudra": "Staleness and overlap of the parameter server, in the simulator (Rudra).",

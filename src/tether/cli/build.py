@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tether import protocols, tasks
+from tether import api, protocols, tasks
 from tether.core import settings
 from tether.errors import UsageError, unknown
 from tether.protocols import Options
 from tether.runtimes.base import Runtime
-from tether.runtimes.local import Local
-from tether.runtimes.sim.runtime import Sim
-from tether.runtimes.spark.runtime import Spark
-
-RUNTIMES = ("local", "sim", "spark")
 
 
 def protocol_class(name: str) -> type[Options]:
@@ -36,9 +31,12 @@ def split_settings(texts: list[str], protocol: type[Options], task: str) -> tupl
             for_task[name.removeprefix("task.")] = value
         elif name in settings.parameters(protocol):
             for_protocol[name] = value
-        elif name in (of_task := settings.parameters(tasks.find(task)).keys() - {"data"}):
+        elif name in (of_task := tasks.settable(tasks.find(task))):
             for_task[name] = value
         else:
+            if others := [other for other, kind in protocols.known().items() if name in settings.parameters(kind)]:
+                having = f"protocol {protocol.name} has no option {name!r}; it is one of {', '.join(others)}"
+                raise UsageError(f"{having}: choose with --protocol, or leave it out")
             known = [*settings.parameters(protocol), *of_task]
             raise unknown(f"option of protocol {protocol.name} or task {task}", name, known)
     return for_protocol, for_task
@@ -46,19 +44,10 @@ def split_settings(texts: list[str], protocol: type[Options], task: str) -> tupl
 
 def runtime(on: str, workers: int | None, master: str | None, protocol: Options, only_sim: dict[str, Any]) -> Runtime:
     """The runtime of that name; `only_sim` are options that only the simulator has."""
-    if on not in RUNTIMES:
-        raise unknown("runtime", on, RUNTIMES)
-    count = workers if workers is not None else protocol.workers_max or 2
-    if on == "sim":
-        return Sim(workers=count, **only_sim)
-    if only_sim:
+    if only_sim and on in api.RUNTIMES and on != "sim":
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
         raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
-    if on == "spark":
-        return Spark.at(master, count)
-    if master is not None:
-        raise UsageError("--master: only a Spark cluster has that; add --on spark")
-    return Local(workers=count)
+    return api.make_runtime(on, workers, master, protocol, **only_sim)
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -37,7 +37,8 @@ def defer(app: typer.Typer, name: str, line: str, function: Callable[[], Callabl
 
     def load() -> Any:
         single = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-        single.command(name)(function())
+        command = function()
+        single.command(name, context_settings=getattr(command, "context_settings", None))(command)
         return typer.main.get_command(single)
 
     app.command(name, cls=type("Deferred", (Deferred,), {"load": staticmethod(load)}), help=line)(lambda: None)

@@ -21,6 +21,8 @@ def tasks() -> None:
     """List the built-in tasks with their options and defaults."""
     for name, cls in task_names.known().items():
         _print_entry(name, (cls.__doc__ or "").strip().splitlines()[0], task_names.options(cls))
+    shared = ", ".join(sorted(set(task_names.ATTRIBUTES) - {"batch_size"}))
+    out.print(f"Every task but synthetic also has {shared}: see docs/tasks.md", style="dim", highlight=False)
     out.print("A task of your own: path/to/file.py:ClassName", style="dim")
 
 

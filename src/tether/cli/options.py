@@ -9,6 +9,7 @@ import typer
 
 TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help="A built-in task, or file.py:Class.")]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+RunOrUrlArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of its checkpoints.")]
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on standard output, for other programs.")
 ]
@@ -39,4 +40,8 @@ UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reac
 PatienceOption = Annotated[
     int | None,
     typer.Option(help="End after this many evaluations without a better error, with the best model seen."),
+]
+LogOption = Annotated[
+    list[str] | None,
+    typer.Option("--log", metavar="NAME", help="Also write metrics as csv, tensorboard or wandb; may be repeated."),
 ]

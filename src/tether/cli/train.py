@@ -17,10 +17,12 @@ from tether.cli.options import (
     JsonOption,
     LatencyOption,
     LinkOption,
+    LogOption,
     MasterOption,
     ModelBytesOption,
     PatienceOption,
     RunArgument,
+    RunOrUrlArgument,
     SecondsOption,
     SeedOption,
     SetOption,
@@ -33,6 +35,7 @@ from tether.cli.options import (
 from tether.cli.output import err, out, show_result
 from tether.core import settings
 from tether.errors import Interrupted
+from tether.execution.callbacks import make_loggers
 from tether.runtimes.sim.faults import Faults
 
 
@@ -57,8 +60,13 @@ def train(
     set_: SetOption = None,
     seed: SeedOption = 0,
     data: DataOption = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="Begin with the model in this .safetensors or .pt file, such as an exported one."),
+    ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
     as_json: JsonOption = False,
+    log: LogOption = None,
     record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
     evaluate_every: Annotated[float, typer.Option(help="Epochs between two evaluations.")] = 1.0,
     checkpoint_seconds: Annotated[
@@ -103,18 +111,20 @@ def train(
             warmup=protocol_class(warmup)() if warmup else None,
             warmup_epochs=warmup_epochs,
             seed=seed,
+            weights=weights,
             run_dir=run_dir,
             evaluate_every=evaluate_every,
             checkpoint_seconds=checkpoint_seconds,
             checkpoints=checkpoints,
             record=record,
+            callbacks=make_loggers(log or []),
             task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
         )
     show_result(result, as_json)
 
 
 def resume(
-    run_dir: Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of its checkpoints.")],
+    run_dir: RunOrUrlArgument,
     workers: WorkersOption = None,
     master: MasterOption = None,
     epochs: EpochsOption = None,
@@ -123,6 +133,7 @@ def resume(
     seconds: SecondsOption = None,
     patience: PatienceOption = None,
     as_json: JsonOption = False,
+    log: LogOption = None,
 ) -> None:
     """Continue a run from its newest checkpoint, with the same or another number of workers."""
     with _result_when_interrupted(as_json):
@@ -135,6 +146,7 @@ def resume(
             until=until,
             seconds=seconds,
             patience=patience,
+            callbacks=make_loggers(log or []),
         )
     show_result(result, as_json)
 

@@ -4,9 +4,11 @@ run.json              what was run and how it ended, with a hash
 metrics.jsonl         one JSON object a line: untrained, progress, evaluation, record, note, resumed
 trace.json            spans for Perfetto or chrome://tracing
 checkpoints/at-N-M/   the M-th checkpoint, after N samples; complete or not there at all
-best.safetensors      the best weights that a run with patience has seen, and their step
+best.safetensors      the best model that a run with patience has seen, by the names of its state_dict, and its step
+task/NAME             what the task keeps beside its model, such as labels
 logs/NODE.log         what each process printed
 record/NODE.events    every event of a node, if the run was recorded
+metrics.csv, tensorboard/, wandb/    what loggers write, if they were asked for
 lock                  held by the process that executes the run
 
 A run may keep its checkpoints in a storage elsewhere, such as a folder in HDFS. Checkpoints and the best weights are
@@ -18,7 +20,7 @@ from __future__ import annotations
 import datetime
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -28,18 +30,19 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from tether.core.trace import Span, write_chrome_trace
-from tether.core.vector import is_finite
+from tether.core.vector import Layout, is_finite
 from tether.core.wire import pack_tree
 from tether.errors import Damaged, Diverged, UsageError
 from tether.execution import checkpoint, configuration
-from tether.execution.checkpoint import Evaluated, Restored, State, replacing, sync
+from tether.execution.checkpoint import Evaluated, NamedModel, Restored, State, replacing, sync
 from tether.execution.lock import exclusive
 from tether.execution.metrics import History, read_history
+from tether.runtimes.interpreter import AVERAGE
 
 CHECKPOINTS_KEPT = 2
 #: what a run writes, besides the lock
-FILES = ("metrics.jsonl", "trace.json", "best.safetensors", "run.json")
-FOLDERS = ("checkpoints", "logs", "record")
+FILES = ("metrics.jsonl", "metrics.csv", "trace.json", "best.safetensors", "run.json")
+FOLDERS = ("checkpoints", "logs", "record", "task", "tensorboard", "wandb")
 
 
 class Storage(Protocol):
@@ -197,6 +200,22 @@ class RunDirectory:
         (self.path / folder).mkdir(exist_ok=True)
         return self.path / folder / name
 
+    def write_files(self, files: Mapping[str, str]) -> None:
+        """Replace what the task keeps beside its model."""
+        for name, text in files.items():
+            with replacing(self.below("task", name)) as partial:
+                partial.write_text(text, encoding="utf-8")
+            if self.storage is not None:
+                self.storage.put(self.path / "task" / name, f"task/{name}")
+
+    def read_files(self) -> dict[str, str]:
+        """What the task keeps beside its model, by file name."""
+        if self.storage is not None and not (self.path / "task").exists():
+            for name in self.storage.names("task"):
+                self.storage.get(f"task/{name}", self.below("task", name))
+        folder = self.path / "task"
+        return {path.name: path.read_text("utf-8") for path in sorted(folder.iterdir())} if folder.exists() else {}
+
     # ---- configuration ----
 
     def write_config(self, config: dict[str, Any]) -> None:
@@ -243,19 +262,24 @@ class RunDirectory:
         workers: dict[int, dict[str, Any]] | None = None,
         evaluations: dict[int, dict[str, float]] | None = None,
         parameters: int | None = None,
+        layout: Layout | None = None,
     ) -> Path:
         """Write a checkpoint under a temporary name and rename it when it is complete.
 
         Without states of `workers` it refers to the newest checkpoint that has some: old states are better than none.
         The first `parameters` of the weights, or all of them if that is None, must be finite: no run could resume from
-        others. The values behind the parameters are buffers, which may hold anything.
+        others. The values behind the parameters are buffers, which may hold anything. `layout` names the tensors of the
+        model; without it, they are one.
         """
+        layout = layout or Layout.flat(weights)
         if not is_finite(weights[:parameters]):
             raise not_finite(step)
         # samples only grow, even when the number of workers changes; the number says which was written last
         number = 1 + max(map(_number, self._names()), default=0)
         name = f"at-{samples:015d}-{number:06d}"
-        tensors: list[Tensor] = [weights]
+        average = state.get(AVERAGE)
+        state = {name: value for name, value in state.items() if name != AVERAGE}
+        tensors: list[Tensor] = []
         kept: list[Tensor] | None = None if workers is None else []
         saved = State(
             step,
@@ -263,13 +287,16 @@ class RunDirectory:
             protocol,
             pack_tree(state, tensors),
             pack_tree(replica_state, tensors),
+            list(layout.shapes),
             parameters,
             pack_tree(evaluations or {}, tensors),
             None if kept is None else pack_tree(workers, kept),
             self._workers_in if kept is None else name,
+            average is not None,
             self._config,
         )
-        self._put(name, saved, tensors, kept)
+        model = layout.named(weights.contiguous())
+        self._put(name, saved, model, layout.named(average) if average is not None else None, tensors, kept)
         self._workers_in = saved.workers_in
         usable = [name for name in self._names() if name not in self._unusable]
         for old in {*self._names()} - {*usable[-CHECKPOINTS_KEPT:], self._workers_in}:
@@ -277,13 +304,21 @@ class RunDirectory:
                 self._remove(old)
         return self.path / "checkpoints" / name
 
-    def _put(self, name: str, state: State, tensors: list[Tensor], workers: list[Tensor] | None) -> None:
+    def _put(
+        self,
+        name: str,
+        state: State,
+        model: dict[str, Tensor],
+        average: dict[str, Tensor] | None,
+        tensors: list[Tensor],
+        workers: list[Tensor] | None,
+    ) -> None:
         folder = self.path / "checkpoints"
         partial = folder / f".partial-{os.getpid()}-{state.step}"
         try:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            checkpoint.write(partial, state, tensors, workers)
+            checkpoint.write(partial, state, model, average, tensors, workers)
             if self.storage is None:
                 partial.rename(folder / name)
                 sync(folder)
@@ -368,14 +403,34 @@ class RunDirectory:
 
     # ---- the best model ----
 
-    def save_best(self, best: Evaluated) -> None:
+    def save_best(self, best: Evaluated, layout: Layout | None = None) -> None:
         """Store these weights in place of the previous best."""
-        checkpoint.write_model(self._best, best)
+        checkpoint.write_model(self._best, best, layout or Layout.flat(best.weights))
         if self.storage is not None:
             self.storage.put(self._best, self._best.name)
 
     def load_best(self) -> Evaluated | None:
         """The best weights seen, if the run has stored them and they are undamaged."""
+        found = self._read_best()
+        return found[0] if found is not None else None
+
+    def load_model(self) -> NamedModel | None:
+        """The model that the run returned or would return: the best one, or else that of the newest checkpoint."""
+        result = self.read_config().get("result") or {}
+        best = self._read_best()
+        if best is not None and result.get("model_step", best[0].step) == best[0].step:
+            return best[1]
+        with self._folders() as folder:
+            for name in reversed(self._names()):
+                try:
+                    state = checkpoint.read_state(folder(name))
+                    file = checkpoint.AVERAGED if state.averaged else checkpoint.MODEL
+                    return checkpoint.read_named(folder(name), state, file)
+                except Damaged as error:
+                    self.notes.append(f"checkpoint {name} is damaged ({error}): it is not used")
+        return None
+
+    def _read_best(self) -> tuple[Evaluated, NamedModel] | None:
         if not self._best.exists():
             if self.storage is None or self._best.name not in self.storage.names():
                 return None

@@ -14,7 +14,7 @@ from tether.errors import UsageError
 from tether.execution.directory import not_finite
 from tether.execution.goals import score
 from tether.execution.plan import RunPlan
-from tether.learner.learner import build_model, evaluate
+from tether.learner.learner import evaluate
 from tether.task import primary_metric
 
 #: a model whose metric has improved by less than this share has learned nothing
@@ -27,12 +27,14 @@ class JointModel:
     def __init__(self, plan: RunPlan, note: Callable[[str], None]) -> None:
         self._task = plan.task
         self._note = note
-        self._model = build_model(plan.task, plan.seed)
+        self._model = plan.new_model()
         # the first device that no worker uses, if there is one
         device = own_device(plan.workers) if next(self._model.parameters()).device.type == "cpu" else None
         self._on_device = EvaluationReplica(self._model, device) if device is not None else None
         self._vector = Vector(self._model)
         self.parameter_count = self._vector.parameter_count
+        #: the names of the model's tensors
+        self.layout = self._vector.layout
         self.nbytes = self._vector.weights.nbytes
 
     def weights(self) -> Tensor:

@@ -6,16 +6,20 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
+from torch import Tensor
+
 from tether.errors import Interrupted, NodesLost
+from tether.execution.callbacks import Callbacks
 from tether.execution.checkpoint import Evaluated, Restored
 from tether.execution.configuration import VERSION
 from tether.execution.directory import RunDirectory
+from tether.execution.evaluation import JointModel
 from tether.execution.goals import Request
 from tether.execution.interruption import Interruption
 from tether.execution.observer import RunObserver
@@ -32,17 +36,25 @@ Phase = Callable[[Restored | None], RunPlan]
 
 
 def plan_phases(
-    task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None = None
+    task: Task,
+    protocol: Options,
+    on: Runtime,
+    request: Request,
+    restored: Restored | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> list[Phase]:
-    """The phases that remain: perhaps a warm-up, and training proper. Errors in any plan are raised here."""
+    """The phases that remain: perhaps a warm-up, and training proper. Errors in any plan are raised here.
+
+    `weights` is a state_dict that the first phase begins with.
+    """
 
     def main(restored: Restored | None) -> RunPlan:
-        return RunPlan.make(task, protocol, on, request, restored)
+        return RunPlan.make(task, protocol, on, request, restored, weights)
 
     def warm(restored: Restored | None) -> RunPlan:
         assert request.warmup is not None
         goal = replace(request, epochs=request.warmup_epochs, steps=None, until=None, seconds=None, patience=None)
-        return RunPlan.make(task, make_protocol(request.warmup), on, goal, restored)
+        return RunPlan.make(task, make_protocol(request.warmup), on, goal, restored, weights)
 
     if request.warmup is None:
         first = main(restored)
@@ -78,6 +90,9 @@ class Execution:
     task_spec: dict[str, Any] | None = None
     #: returns the reason for which the run is to end, once there is one
     stop: Callable[[], str | None] | None = None
+    #: makes the joint model on the caller's side
+    joint: Callable[[RunPlan, Callable[[str], None]], JointModel] = JointModel
+    callbacks: Callbacks = field(default_factory=Callbacks)
 
     def run(self) -> Result:
         """Train until the end of the last phase, and write how the run ended, whichever way it did."""
@@ -85,6 +100,7 @@ class Execution:
         config = self._config(plan)
         self.directory.begin(config)
         try:
+            self.callbacks.call("on_begin", self.directory.path)
             trained = self._train(plan)
             result = make_result(
                 trained.plan,
@@ -115,6 +131,7 @@ class Execution:
         part_began, startup_seconds = self.asked_at, None
         while True:
             plan.directory = self.directory
+            plan.callbacks = self.callbacks.stepping
             observer = RunObserver(
                 plan,
                 self.directory,
@@ -123,6 +140,8 @@ class Execution:
                 stop=self.stop,
                 interruption=self.interruption,
                 asked_at=part_began,
+                joint=self.joint,
+                callbacks=self.callbacks,
             )
             lost: NodesLost | None = None
             try:
@@ -158,8 +177,11 @@ class Execution:
         result.figures["unsaved"] = observer.unsaved
         status = "interrupted" if outcome.reason == self.interruption.reason else "finished"
         ended = {**config, "status": status, "reason": outcome.reason, "result": result.figures}
+        if trained.plan.scripted:  # the script may have chosen the protocol
+            ended["protocol"] = described(trained.plan.protocol)
         observer.write("run.json", lambda: self.directory.write_config(ended))
         result.figures["unsaved"] = observer.unsaved
+        self.callbacks.call("on_end", result)
         if self.interruption.happened:
             raise Interrupted(self.directory.path, result, resumable=status == "interrupted")
 

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from tether.core.machine import Schedule
 from tether.errors import UsageError, guess
 from tether.execution.checkpoint import Restored
-from tether.task import Task, primary_metric
+from tether.task import Task, mini_batch_samples, primary_metric
 
 #: the most epochs of a run that is given only a target, a time or a patience
 EPOCHS_MAX = 100
@@ -80,7 +80,7 @@ class Request:
 
     def schedule(self, task: Task, samples: int, workers: int, restored: Restored | None) -> Schedule:
         """The steps that remain of a run whose epoch has this many samples."""
-        batch_size = task.batch_size
+        batch_size = mini_batch_samples(task)
         kept = restored.state if restored is not None else {}
         # a resumed run keeps the size of its steps, even with another number of workers
         step_batches = kept.get("step_batches", workers)
@@ -114,6 +114,8 @@ class Request:
             first_step=first_step,
             counted=counted,
             data_bound=task.source is not None,
+            ema=task.ema or 0.0,
+            upcoming=task.prefetch * max(1, task.num_workers),
         )
 
 

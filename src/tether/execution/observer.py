@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +17,9 @@ from torch import Tensor, nn
 from tether.core.effects import Checkpoint, Evaluate
 from tether.core.message import Row
 from tether.core.trace import SPANS_MAX, Meter
+from tether.errors import TaskError
 from tether.execution.background import BackgroundQueue
+from tether.execution.callbacks import Callbacks
 from tether.execution.checkpoint import Evaluated, Restored
 from tether.execution.directory import RunDirectory
 from tether.execution.evaluation import JointModel, learning_warning
@@ -50,14 +53,17 @@ class RunObserver:
         stop: Callable[[], str | None] | None = None,
         interruption: Interruption | None = None,
         asked_at: float | None = None,
+        joint: Callable[[RunPlan, Callable[[str], None]], JointModel] = JointModel,
+        callbacks: Callbacks | None = None,
     ) -> None:
         """`background`: evaluate models in a thread while training goes on; it is off where time is virtual.
 
         `stop` returns the reason for which the run is to end, once there is one. `asked_at` is when the caller asked
-        for the run, by `time.monotonic`.
+        for the run, by `time.monotonic`. `joint` makes the joint model.
         """
         self._interruption = interruption or Interruption()
         self._plan = plan
+        self._callbacks = callbacks or Callbacks()
         self.directory = directory
         self._until = Until.parse(plan.until) if plan.until else None
         self._patience = Patience(plan.patience) if plan.patience is not None else None
@@ -77,7 +83,7 @@ class RunObserver:
         self._unsaved: Restored | None = None
         self._unsaved_best: Evaluated | None = None
         self._abandoned = False
-        self._joint = JointModel(plan, self.note)
+        self._joint = joint(plan, self.note)
         self._evaluator: BackgroundQueue | None = None
         if background:
             room = max(1, min(WAITING_MAX, WAITING_BYTES // max(1, self._joint.nbytes)))
@@ -127,13 +133,14 @@ class RunObserver:
                 text = self._plan.task.note()
             if text:
                 self.note(text)
+            self._keep_files()
         for text in self._plan.notes:
             self.note(text)
         self._note_damage()
         until = Until.parse(request.until) if request.until else None
         decided = until is not None or self._patience is not None or request.patience is not None
         weights = self._joint.weights() if self._plan.restored is None else self._plan.restored.weights
-        if self.untrained is None and self._plan.restored is None:
+        if self.untrained is None and self._plan.restored is None and not self._plan.scripted:
             if self._evaluator is None or decided:
                 self._evaluate_untrained(weights)
             else:
@@ -144,6 +151,23 @@ class RunObserver:
                 until.holds(metrics)
             if self._patience is not None or request.patience is not None:
                 score(metrics)
+
+    def _keep_files(self) -> None:
+        """Write what the task keeps beside its model."""
+        task = self._plan.task
+        with users_code(task, "files()"):
+            files = task.files()
+            valid = isinstance(files, dict) and all(
+                isinstance(text, str) and isinstance(name, str) and Path(name).name == name
+                for name, text in files.items()
+            )
+        if not valid:
+            raise TaskError(
+                f"files() of task {type(task).__name__} returned {files!r:.200}: return a dict of texts by file names "
+                "without folders"
+            )
+        if files:
+            self.write("the task's files", lambda: self.directory.write_files(files))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> None:
         if kind is not None:
@@ -180,8 +204,9 @@ class RunObserver:
         self._writer.close(seconds_left)
         self._joint.require_finite(self.step, outcome.weights)
         metrics = self.history[-1]["metrics"] if self.history else {}
-        if self._interruption.happened and self.history and self.history[-1]["step"] != self.step:
-            metrics = {}  # there was no time to evaluate the final model
+        unmeasured = self._interruption.happened or self._plan.scripted
+        if unmeasured and self.history and self.history[-1]["step"] != self.step:
+            metrics = {}  # the final model was not evaluated
         model = Evaluated(self.step, self.samples, metrics, outcome.weights)
         if self._patience is not None and outcome.reason != f"{self._until} reached":
             model = self._unsaved_best or self.directory.load_best() or model
@@ -228,22 +253,22 @@ class RunObserver:
         self._mark_training(now)
         self._interruption.worthwhile |= meter.steps > 0
         self._progress.meter(meter, now)
-        self._write_row(
-            "progress",
-            now,
-            node=meter.node,
-            steps=meter.steps,
-            samples=meter.samples,
-            loss=meter.loss,
-            compute_seconds=meter.compute_seconds,
-            load_seconds=meter.load_seconds,
-            wait_seconds=meter.wait_seconds,
-            bytes_sent=meter.bytes_sent,
-            bytes_received=meter.bytes_received,
-            bytes_saved=meter.bytes_saved,
-            gradients_skipped=meter.gradients_skipped,
-            gradients_refused=meter.gradients_refused,
-        )
+        figures = {
+            "node": meter.node,
+            "steps": meter.steps,
+            "samples": meter.samples,
+            "loss": meter.loss,
+            "compute_seconds": meter.compute_seconds,
+            "load_seconds": meter.load_seconds,
+            "wait_seconds": meter.wait_seconds,
+            "bytes_sent": meter.bytes_sent,
+            "bytes_received": meter.bytes_received,
+            "bytes_saved": meter.bytes_saved,
+            "gradients_skipped": meter.gradients_skipped,
+            "gradients_refused": meter.gradients_refused,
+        }
+        self._write_row("progress", now, **figures)
+        self._callbacks.call("on_progress", finite({"time": self.earlier_seconds + now, **figures}))
         if meter.gradients_refused and meter.node not in self._guarded:
             self._guarded.add(meter.node)
             self.note(f"{meter.node} refuses gradients that are far longer than usual for it (guard); look at its data")
@@ -257,6 +282,8 @@ class RunObserver:
         self._mark_training(now)
         self._interruption.worthwhile = True
         self.step, self.samples = effect.step, effect.samples
+        if self._plan.scripted:
+            return  # the user's own loop evaluates
         self._evaluations_asked += 1
         if self._evaluator is None:
             self._evaluate(effect, weights, now)
@@ -264,6 +291,14 @@ class RunObserver:
             self._evaluator.raise_failure()
             kept = weights.clone()  # the sender may reuse the memory while this waits
             self._evaluator.submit(effect.samples, lambda: self._evaluate(effect, kept, now))
+
+    def measured(self, step: int, metrics: dict[str, float], now: float, *, final: bool) -> None:
+        step = self.step if final else step
+        samples = self.samples if final else step * (self._plan.schedule.step_batches or self._plan.workers)
+        self.history.append({"time": now, "step": step, "samples": samples, "metrics": metrics})
+        self._evaluations[samples] = metrics
+        self._write_row("evaluation", now, step=step, samples=samples, metrics=metrics)
+        self._progress.evaluation(metrics, now, step)
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None:
         self._writer.raise_failure()
@@ -323,6 +358,7 @@ class RunObserver:
                 self._evaluations[row["samples"]] = row["metrics"]
                 values = {name: row[name] for name in ("step", "samples", "metrics")}
                 self._write_row("evaluation", row["time"], **values)
+                self._callbacks.call("on_evaluation", row["step"], row["samples"], dict(row["metrics"]))
 
     def _evaluate_untrained(self, weights: Tensor) -> None:
         self.untrained = self._joint.measure(weights)
@@ -340,11 +376,12 @@ class RunObserver:
             self._plan.protocol.name,
             state.workers or {},
             evaluations,
+            others=self._joint.layout.others,
         )
         self.write(LAST_CHECKPOINT, partial(self._write_checkpoint, self._unsaved, state.workers))
 
     def _write_checkpoint(self, made: Restored, workers: dict[int, dict[str, Any]] | None) -> None:
-        self.directory.save_checkpoint(
+        path = self.directory.save_checkpoint(
             made.step,
             made.samples,
             made.weights,
@@ -354,11 +391,15 @@ class RunObserver:
             workers,
             made.evaluations,
             self._joint.parameter_count,
+            self._joint.layout,
         )
         self._unsaved = None
+        storage = self.directory.storage
+        where = str(path) if storage is None else f"{storage.url}/checkpoints/{path.name}"
+        self._callbacks.call("on_checkpoint", made.step, made.samples, where)
 
     def _write_best(self, best: Evaluated) -> None:
-        self.directory.save_best(best)
+        self.directory.save_best(best, self._joint.layout)
         self._unsaved_best = None
 
     def _note_damage(self) -> None:

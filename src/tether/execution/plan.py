@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor, nn
 
 from tether.core.machine import Machine, Node, NodeContext, Recorder, Replica, Schedule
 from tether.core.message import Message
@@ -15,13 +18,15 @@ from tether.errors import UsageError
 from tether.execution.checkpoint import Restored
 from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
-from tether.learner.data import Batches, Prefetched
-from tether.learner.learner import Learner
+from tether.learner.data import open_batches
+from tether.learner.learner import InitialWeights, Learner, build_model
 from tether.learner.synthetic import SyntheticLearner, SyntheticTask
 from tether.protocols import DEALING, Options, known
 from tether.runtimes.base import Runtime
+from tether.runtimes.interpreter import AVERAGE
 from tether.runtimes.record import EventLog
 from tether.task import (
+    Callback,
     Length,
     Task,
     check_batch,
@@ -55,16 +60,30 @@ class RunPlan:
     #: end after this many evaluations without improvement
     patience: int | None
     restored: Restored | None
+    #: what the model begins with, instead of what the task draws
+    initial: InitialWeights | None
     #: what to tell the user when the run begins
     notes: tuple[str, ...] = ()
     directory: RunDirectory | None = None
+    #: those that workers tell of every mini-batch
+    callbacks: tuple[Callback, ...] = ()
     _data: Any = field(default=None, repr=False)
     #: the part of the data that was brought to this node
     _part: Any = field(default=None, repr=False)
 
     @staticmethod
-    def make(task: Task, protocol: Options, on: Runtime, request: Request, restored: Restored | None) -> RunPlan:
-        """Make the plan, and check the task as far as that is possible without training it."""
+    def make(
+        task: Task,
+        protocol: Options,
+        on: Runtime,
+        request: Request,
+        restored: Restored | None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> RunPlan:
+        """Make the plan, and check the task as far as that is possible without training it.
+
+        `weights` is a state_dict that the model begins with, if there is no checkpoint.
+        """
         check_is_task(task)
         asked, protocol = protocol, protocol.resolved_for(on.workers, on.processors)
         if protocol.workers_max is not None and on.workers > protocol.workers_max:
@@ -74,6 +93,7 @@ class RunPlan:
             )
         if not on.virtual:
             check_can_travel(task)
+        task.rank, task.world_size = 0, on.workers
         with users_code(task, "train_data()"):
             data = task.train_data()
         samples = check_task(task, data, on.workers)
@@ -92,6 +112,7 @@ class RunPlan:
             seconds=request.seconds,
             patience=request.patience if request.has_goal else task.patience,
             restored=restored,
+            initial=_initial(restored, weights),
             notes=(
                 *(restored.notes if restored is not None else ()),
                 *((f"chosen: {protocol}",) if protocol != asked else ()),
@@ -111,6 +132,16 @@ class RunPlan:
                 f"{type(replica.optimizer).__name__} cannot step with a flat gradient, which {protocol} hands it: use "
                 "an optimizer such as torch.optim.SGD or Adam, or a protocol in which workers step with their own "
                 f"gradients, by default {', '.join(others)}"
+            )
+        if protocol.clips_mean and task.clip_norm is not None and any(map(protocol.part_of, plan.nodes)):
+            raise UsageError(
+                f"clip_norm of task {type(task).__name__} limits the norm of the whole gradient, of which each hub of "
+                f"{protocol} has only a part: use hubs=1, sync='async' or clip_value"
+            )
+        if task.ema is not None and (not protocol.hub or any(map(protocol.part_of, plan.nodes))):
+            raise UsageError(
+                f"ema of task {type(task).__name__} averages the joint model, which no single node of {protocol} has: "
+                "use another protocol, hubs=1, or leave ema out"
             )
         if plan.record and isinstance(replica, Learner) and replica.plateau is not None:
             raise UsageError(
@@ -169,9 +200,11 @@ class RunPlan:
         shared: Shared | None = None,
         device: torch.device | None = None,
     ) -> tuple[Machine, Replica]:
-        replica: Replica
+        replica: Learner | SyntheticLearner
         part = self.protocol.part_of(node)
         if isinstance(self.task, SyntheticTask):
+            if self.initial is not None and self.initial.whole:
+                raise UsageError("weights: a synthetic task has no model that could begin with them; leave them out")
             replica = SyntheticLearner(
                 self.task,
                 index=node.index,
@@ -194,6 +227,10 @@ class RunPlan:
                 device=device,
                 part=part,
                 guard=self.protocol.guard,
+                clips_mean=self.protocol.clips_mean,
+                initial=self.initial,
+                place=(node.index, self.workers),
+                callbacks=self.callbacks if node.computes else (),
             )
         restored = self.restored
         if restored is not None and (shared is None or shared.first):
@@ -203,6 +240,13 @@ class RunPlan:
                     "the task's model has changed since it was saved; resume with the model of then, or start a new run"
                 )
             replica.weights.copy_(restored.weights)
+        if restored is not None and AVERAGE in restored.state and self.task.ema is not None:
+            replica.restore_average(restored.state[AVERAGE])
+        return self._machine(node, replica, empty), replica
+
+    def _machine(self, node: Node, replica: Replica, empty: Empty) -> Machine:
+        """The machine of a node that has this replica."""
+        restored = self.restored
         context = NodeContext(
             node,
             self.nodes,
@@ -212,7 +256,11 @@ class RunPlan:
             restored.state if restored and restored.protocol == self.protocol.name else None,
             empty,
         )
-        return self.protocol.machine(context), replica
+        return self.protocol.machine(context)
+
+    def new_model(self) -> nn.Module:
+        """The task's model as every replica begins with it, before a checkpoint's weights are loaded."""
+        return build_model(self.task, self.seed, self.initial)
 
     @property
     def random_seed(self) -> int:
@@ -244,22 +292,34 @@ class RunPlan:
     def source(self) -> Any:
         return self.task.source
 
+    @property
+    def scripted(self) -> bool:
+        return False
+
+    def program(self, node: Node) -> Callable[[Any, Node], bool] | None:
+        return None
+
+    def is_shown(self, node: Node) -> bool:
+        return False
+
+    def complete(self, directory: Path) -> tuple[Node, ...] | None:
+        return ()
+
     def bring(self, data: Any) -> None:
         self._part = data
 
     def _batches(self, node: Node) -> Any:
         if not node.computes:
             return iter(())
+        self.task.rank, self.task.world_size = node.index, self.workers
         if self._part is not None:
             check_batch(self.task, len(self._part))
             seed = self.seed * 1_000_003 + node.index
-            batches = Batches(self.task, self._part, seed=seed, shared_by=self.workers)
-        else:
-            if self._data is None:
-                with users_code(self.task, "train_data()"):
-                    self._data = self.task.train_data()
-            batches = Batches(self.task, self._data, seed=self.seed)
-        return batches if batches.in_memory or self.virtual else Prefetched(batches)
+            return open_batches(self.task, self._part, seed=seed, shared_by=self.workers, ahead=not self.virtual)
+        if self._data is None:
+            with users_code(self.task, "train_data()"):
+                self._data = self.task.train_data()
+        return open_batches(self.task, self._data, seed=self.seed, ahead=not self.virtual)
 
     def log(self, name: str) -> IO[bytes] | None:
         if self.directory is None:
@@ -278,3 +338,10 @@ class RunPlan:
         """Without the states that each node is sent by itself: otherwise every process would receive all of them."""
         restored = replace(self.restored, replica_state={}, workers={}) if self.restored is not None else None
         return {**self.__dict__, "_data": None, "restored": restored}
+
+
+def _initial(restored: Restored | None, weights: Mapping[str, Tensor] | None) -> InitialWeights | None:
+    """A checkpoint holds the weights, which are loaded later, and what no vector holds, such as frozen parameters."""
+    if restored is not None:
+        return InitialWeights(restored.others, whole=False)
+    return InitialWeights(weights, whole=True) if weights is not None else None

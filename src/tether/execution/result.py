@@ -13,7 +13,7 @@ from torch import nn
 from tether.core.trace import relative_error
 from tether.core.vector import digest
 from tether.errors import RunError
-from tether.execution.checkpoint import Evaluated
+from tether.execution.checkpoint import Evaluated, save_tensors
 from tether.execution.observer import RunObserver, finite
 from tether.execution.plan import RunPlan
 from tether.runtimes.base import Outcome, Runtime
@@ -34,6 +34,10 @@ class Result:
     history: list[dict[str, Any]]
     #: the run directory
     directory: Path
+
+    def save(self, path: Path | str) -> None:
+        """Write the model's state_dict to a file that ends in .safetensors, .pt or .pth; reading it needs no Tether."""
+        save_tensors(self.model.state_dict(), Path(path))
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{name}={value:.4g}" for name, value in self.metrics.items())

@@ -7,8 +7,9 @@ import inspect
 import math
 import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,10 +22,22 @@ from tether.core.machine import GradientResult
 from tether.core.vector import Empty, Shared, Vector, copy_gradient, is_finite
 from tether.core.wire import can_be_packed, pack_tree, unpack_tree
 from tether.errors import Diverged, TaskError, TetherError, UsageError
+from tether.learner.average import MovingAverage
+from tether.learner.clip import HALF, Clip, Scale
 from tether.learner.guard import Guard
 from tether.learner.optimizer import ELEMENTWISE, FlatRun, OptimizerSplit, adjusted, flatten
 from tether.learner.sparse import LARGE, sparse_embeddings
-from tether.task import Length, Task, cuda_remedy, describe_error, primary_metric, users_code
+from tether.task import (
+    Callback,
+    Length,
+    StepInfo,
+    Task,
+    cuda_remedy,
+    describe_error,
+    mini_batch_samples,
+    primary_metric,
+    users_code,
+)
 
 #: a learner may have this many gradients that are not finite; more, only while they are at most this share of all
 SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
@@ -42,6 +55,13 @@ class Learner:
     ends.
 
     With a guard, gradients that are far longer than usual for this learner count as zero too, without a limit.
+
+    A gradient is the mean over a whole mini-batch, which the task may have the learner accumulate from several batches.
+    It is unscaled before it is looked at. If it overflows in half precision, the same mini-batch is tried again with a
+    smaller scale, so that the protocol sees every gradient once and none that is zero for lack of range.
+
+    A gradient is clipped where it is final: as it leaves `compute` or, where the hub steps with the mean of several,
+    in `step`, as one learner with a larger mini-batch would.
     """
 
     def __init__(
@@ -57,14 +77,24 @@ class Learner:
         device: torch.device | None = None,
         part: tuple[int, int] | None = None,
         guard: float = 0.0,
+        clips_mean: bool = False,
+        initial: InitialWeights | None = None,
+        place: tuple[int, int] = (0, 1),
+        callbacks: Sequence[Callback] = (),
     ) -> None:
         """`length`: that of the run, for the schedule; `device`: where gradients are computed, if not at the model.
 
         `part`: an index and a count; the optimizer steps only this part of the vector, and computes no gradients.
+        `clips_mean`: steps are made with means of gradients, which are clipped instead of the gradients.
+        `initial`: what the model begins with, instead of what the task draws.
+        `place`: the worker's rank and the number of workers, as the task sees them.
+        `callbacks`: their `on_step` is called after every mini-batch.
         """
         self.task = task
+        self._place = place
+        self._callbacks = callbacks
         self.node = node
-        self.model = build_model(task, seed)
+        self.model = build_model(task, seed, initial)
         self._device_replica: DeviceReplica | None = None
         if device is not None:
             self.model.to("cpu")
@@ -135,6 +165,10 @@ class Learner:
         self.skipped = 0
         self.refused = 0
         self._guard = Guard(guard)
+        self._average = MovingAverage()
+        self._clip = Clip(task.clip_norm, task.clip_value)
+        self._clips_mean = clips_mean
+        self._scale = Scale(task.precision)
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         self._position = position
@@ -142,22 +176,19 @@ class Learner:
 
     def compute(self, form: GradientForm, fresh: bool) -> GradientResult:
         self._steps += 1
-        self._release()
-        for parameter in self.vector.parameters:
-            parameter.grad = None  # a new gradient that is copied costs half of one that is added to zeros
+        self.task.rank, self.task.world_size = self._place  # in the simulator, workers share one task
+        batches = self._load()
         buffers = self.weights[self.parameter_count :].clone()
-        if self._device_replica is None:
-            loss = self._forward_backward(self.model, self.weights.device)
-        else:
-            self._device_replica.load_weights(self.weights)
-            with self._device_replica.on_stream():
-                loss = self._forward_backward(self._device_replica.model, self._device_replica.device)
-            self._device_replica.write_back(self.vector)
-        for embedding in self._embeddings:
-            embedding.collect()
-        gradient, touched = self._gather(form, fresh)
-        values = self._gradient_values(gradient)
-        if not all(is_finite(part) for part in values):
+        while True:
+            loss = self._pass(batches)
+            gradient, touched = self._gather(form, fresh)
+            values = self._gradient_values(gradient)
+            self._scale.unscale(values)
+            finite = all(is_finite(part) for part in values)
+            if finite or not self._scale.reduce():
+                break
+            self.weights[self.parameter_count :].copy_(buffers)
+        if not finite:
             self._skip(values)
             self.weights[self.parameter_count :].copy_(buffers)
         elif self._guard.refuses(values):
@@ -165,7 +196,42 @@ class Learner:
             for part in values:
                 part.zero_()
             self.weights[self.parameter_count :].copy_(buffers)
-        return GradientResult(gradient, loss, self.task.batch_size, touched)
+        else:
+            self._scale.good()
+            if self._clip.is_set and not self._clips_mean:
+                # a gradient that is returned has all values; those that a step uses hold some of them again
+                whole = 1 if gradient.numel() else len(values)
+                self._clip.apply(values[:whole], values[whole:])
+        samples = mini_batch_samples(self.task)
+        for callback in self._callbacks:
+            with users_code(callback, f"on_step() of {type(callback).__name__}"):
+                callback.on_step(StepInfo(*self._place, self._steps, self._position, loss, samples))
+        return GradientResult(gradient, loss, samples, touched)
+
+    def _load(self) -> list[Any]:
+        """The batches of the next mini-batch."""
+        began = time.perf_counter()
+        with self._users_code():
+            batches = [next(self._batches) for _ in range(self.task.accumulate)]
+        self.load_seconds += time.perf_counter() - began
+        return batches
+
+    def _pass(self, batches: list[Any]) -> float:
+        """The mean loss of these batches, after a forward and a backward pass of each."""
+        self._release()
+        for parameter in self.vector.parameters:
+            parameter.grad = None  # a new gradient that is copied costs half of one that is added to zeros
+        if self._device_replica is None:
+            loss = sum(self._forward_backward(self.model, batch, self.weights.device) for batch in batches)
+        else:
+            self._device_replica.load_weights(self.weights)
+            with self._device_replica.on_stream():
+                model, device = self._device_replica.model, self._device_replica.device
+                loss = sum(self._forward_backward(model, batch, device) for batch in batches)
+            self._device_replica.write_back(self.vector)
+        for embedding in self._embeddings:
+            embedding.collect()
+        return loss / len(batches)
 
     def _gradient_values(self, gradient: Tensor) -> list[Tensor]:
         """Every tensor that holds values of the last gradient: the one that is returned, and those a step uses."""
@@ -187,22 +253,18 @@ class Learner:
                 Diverged,
             )
 
-    def _forward_backward(self, model: nn.Module, device: torch.device) -> float:
-        """The loss of the next mini-batch, after a backward pass."""
-        try:
-            began = time.perf_counter()
-            batch = next(self._batches)
-            self.load_seconds += time.perf_counter() - began
+    def _forward_backward(self, model: nn.Module, batch: Any, device: torch.device) -> float:
+        """The loss of a batch, after a backward pass that adds its share to the gradient."""
+        half = HALF.get(self.task.precision)
+        with self._users_code():
             if device.type != "cpu":
                 batch = to_device(batch, device)
-            loss = self.task.loss(model, batch)
+            with torch.autocast(device.type, half) if half is not None else nullcontext():
+                loss = self.task.loss(model, batch)
             if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-                loss.backward()  # type: ignore[no-untyped-call]
-        except TetherError:
-            raise
-        except Exception as error:
-            remedy = f"correct the task's data or its loss(){cuda_remedy(error)}"
-            raise self._error(describe_error(self.task, error), remedy) from error
+                factor = self._scale.factor / self.task.accumulate
+                scaled = loss if factor == 1.0 else loss.to(torch.promote_types(loss.dtype, torch.float32)) * factor
+                scaled.backward()  # type: ignore[no-untyped-call]
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -210,9 +272,20 @@ class Learner:
             raise self._error(f"loss() returned {what}", "return a scalar tensor computed from the model's output")
         value = float(loss.detach())
         if not math.isfinite(value):
-            remedy = "lower the learning rate, clip gradients or check the data"
+            remedy = "lower the learning rate, clip gradients (clip_norm) or check the data"
             raise self._error(f"the loss became {value}", remedy, Diverged)
         return value
+
+    @contextmanager
+    def _users_code(self) -> Iterator[None]:
+        """Whatever the user's data or loss raises becomes an error that names node, step and line."""
+        try:
+            yield
+        except TetherError:
+            raise
+        except Exception as error:
+            remedy = f"correct the task's data or its loss(){cuda_remedy(error)}"
+            raise self._error(describe_error(self.task, error), remedy) from error
 
     def step(
         self,
@@ -228,6 +301,8 @@ class Learner:
         own_rows = [(embedding.touched, embedding.values) for embedding in self._embeddings]
         if gradient is not None:
             self._bind_external(gradient.to(self.weights), touched)
+        if self._clips_mean and self._clip.is_set:
+            self._clip_bound()
         by_rows = [(embedding, run, group) for embedding, run, group in self._embedding_runs if run.grad is None]
         with adjusted(self.optimizer, rate, staleness):
             for embedding, run, group in by_rows:
@@ -245,6 +320,16 @@ class Learner:
                 run.grad = own_gradient
             for embedding, rows in zip(self._embeddings, own_rows, strict=True):
                 embedding.touched, embedding.values = rows
+
+    def _clip_bound(self) -> None:
+        """Clip the gradient that is bound for a step. It is copied, since it may lie in memory of others."""
+        runs = [run for run in self._runs if run.grad is not None]
+        by_rows = [embedding for embedding in self._embeddings if embedding.values is not None]
+        clipped = iter(self._clip.applied([*(run.grad for run in runs), *(e.values for e in by_rows)]))  # type: ignore[list-item]
+        for run in runs:
+            run.grad = next(clipped)
+        for embedding in by_rows:
+            embedding.values = next(clipped)
 
     def _follow_schedule(self, position: int) -> None:
         """Set the learning rate that the schedule has at the run's position."""
@@ -335,6 +420,22 @@ class Learner:
         for embedding in self._embeddings:
             embedding.clear()
 
+    def average(self, decay: float) -> None:
+        self._average.update(self.weights, decay)
+
+    @property
+    def averaged(self) -> Tensor | None:
+        return self._average.values
+
+    def restore_average(self, values: Tensor) -> None:
+        """Continue with the average of an earlier part of the run."""
+        self._average.values = values.to(self.weights).clone()
+
+    def close(self) -> None:
+        """End what loads data."""
+        if hasattr(self._batches, "close"):
+            self._batches.close()
+
     def observe(self, metrics: dict[str, float]) -> None:
         if self.plateau is None:
             return
@@ -397,7 +498,16 @@ class Learner:
         return kind(f"{self.node}, step {self._steps}: {what} (task {type(self.task).__name__}); {remedy}")
 
 
-def build_model(task: Task, seed: int) -> nn.Module:
+@dataclass(frozen=True)
+class InitialWeights:
+    """Values for a new model, by the names of its state_dict."""
+
+    tensors: Mapping[str, Tensor]
+    #: whether they must be all values that the model has
+    whole: bool
+
+
+def build_model(task: Task, seed: int, initial: InitialWeights | None = None) -> nn.Module:
     """The task's model as every replica of a run starts with it; the global random state is left as it was."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
@@ -407,7 +517,28 @@ def build_model(task: Task, seed: int) -> nn.Module:
         raise TaskError(
             f"model() of task {type(task).__name__} returned {type(model).__name__}: return a torch.nn.Module"
         )
+    if initial is not None:
+        _load_initial(model, initial)
     return model
+
+
+def _load_initial(model: nn.Module, initial: InitialWeights) -> None:
+    own = {name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    given = {name: value.shape for name, value in initial.tensors.items()}
+    wrong = [f"{name} is missing" for name in own if initial.whole and name not in given]
+    wrong += [f"the model has no {name}" for name in given if name not in own]
+    wrong += [
+        f"{name} has the shape {tuple(shape)} and not {tuple(own[name])}"
+        for name, shape in given.items()
+        if name in own and own[name] != shape
+    ]
+    if wrong:
+        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise UsageError(
+            f"the weights do not fit the model {type(model).__name__}: {'; '.join(wrong[:3])}{more}; give a whole "
+            "state_dict of the task's model()"
+        )
+    model.load_state_dict(dict(initial.tensors), strict=False)
 
 
 def evaluate(task: Task, model: nn.Module) -> dict[str, float]:

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
 from tether.core.vector import Empty, Shared, shards
+from tether.errors import UsageError
+from tether.learner.average import MovingAverage
 from tether.learner.guard import Guard
 from tether.task import Task
 
@@ -65,6 +67,9 @@ class SyntheticLearner:
         part: tuple[int, int] | None = None,
         guard: float = 0.0,
     ) -> None:
+        for name in ("accumulate", "clip_norm", "clip_value", "precision"):
+            if getattr(task, name) != getattr(Task, name):
+                raise UsageError(f"{name}: a synthetic task has no model that it could apply to; leave it out")
         self.task = task
         values = torch.ones(task.parameters)
         self.weights = values if shared is None else shared.vector(values)
@@ -75,6 +80,7 @@ class SyntheticLearner:
         self.skipped = 0
         self.refused = 0
         self._guard = Guard(guard)
+        self._average = MovingAverage()
         self._noise = torch.Generator().manual_seed(seed * 1_000_003 + index)
         self._empty = empty
         self._gradient = self._empty(task.parameters, dtype=self.weights.dtype)
@@ -104,6 +110,20 @@ class SyntheticLearner:
 
     def load_gradient(self, gradient: Tensor) -> None:
         self._gradient.copy_(gradient)
+
+    def average(self, decay: float) -> None:
+        self._average.update(self.weights, decay)
+
+    @property
+    def averaged(self) -> Tensor | None:
+        return self._average.values
+
+    def restore_average(self, values: Tensor) -> None:
+        """Continue with the average of an earlier part of the run."""
+        self._average.values = values.to(self.weights).clone()
+
+    def close(self) -> None:
+        """It loads no data."""
 
     def observe(self, metrics: dict[str, float]) -> None:
         """Its rate never changes."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Protocol
 
 import torch
@@ -89,6 +90,26 @@ class Plan(Protocol):
         ...
 
     @property
+    def scripted(self) -> bool:
+        """Workers run a script of the user's, whose own loop makes the steps."""
+        ...
+
+    def program(self, node: Node) -> Callable[[Any, Node], bool] | None:
+        """What a node's process runs, given its spec, instead of the node; False if it has reported an error."""
+        ...
+
+    def is_shown(self, node: Node) -> bool:
+        """Whether a node prints where the caller prints, and not into a log."""
+        ...
+
+    def complete(self, directory: Path) -> tuple[Node, ...] | None:
+        """In a scripted run: the nodes besides the workers, which start now. None while no worker has joined.
+
+        `directory` is the run's own, where the first worker has described its model.
+        """
+        ...
+
+    @property
     def random_seed(self) -> int:
         """The seed of this part of the run. Every part has another one, so that no random draw repeats."""
         ...
@@ -139,6 +160,10 @@ class Observer(Protocol):
         """The joint model is to be evaluated."""
         ...
 
+    def measured(self, step: int, metrics: dict[str, float], now: float, *, final: bool) -> None:
+        """A user's own loop has evaluated the joint model; `final`: after the end of the run."""
+        ...
+
     def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None:
         """A state to save."""
         ...
@@ -168,6 +193,8 @@ class NullObserver:
     def record(self, node: str, values: Row, now: float) -> None: ...
 
     def evaluate(self, effect: Evaluate, weights: Tensor, now: float) -> None: ...
+
+    def measured(self, step: int, metrics: dict[str, float], now: float, *, final: bool) -> None: ...
 
     def checkpoint(self, effect: Checkpoint, weights: Tensor, state: NodeStates, now: float) -> None: ...
 

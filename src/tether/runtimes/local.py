@@ -13,6 +13,7 @@ from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.process.driver import Driver, check_processes
 from tether.runtimes.process.local_launcher import LocalLauncher
 from tether.runtimes.process.memory import Region, create_region
+from tether.runtimes.process.script_driver import ScriptDriver
 from tether.runtimes.process.spec import SHARED_VECTOR, NodeSpec
 
 
@@ -40,7 +41,7 @@ class Local:
         check_processes(self.workers, self.threads, self.restarts, self.hung_seconds)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
-        driver = Driver(plan, observer, self.hung_seconds)
+        driver = (ScriptDriver if plan.scripted else Driver)(plan, observer, self.hung_seconds)
         with ExitStack() as at_the_end:
             at_the_end.callback(driver.close)
             if plan.shares:  # the vector of all nodes, which outlives each of them

@@ -85,7 +85,7 @@ class TetherEstimator(Estimator["TetherModel"], _Shared, HasSeed, Saveable):
     model = _param("model", "a torch module, or a function that makes one")
     loss = _param("loss", "cross_entropy, mse, or a function of the model's outputs and the labels")
     optimizer = _param("optimizer", "a function that makes one for a model; Adam with a rate of 0.001 by default")
-    protocol = _param("protocol", "how the workers agree; tether.Averaging() by default")
+    protocol = _param("protocol", "how the workers agree; tether.Tide() by default")
     workers = _param("workers", "how many workers train, one on each executor", TypeConverters.toInt)
     batchSize = _param("batchSize", "rows in a worker's mini-batch", TypeConverters.toInt)
     epochs = _param("epochs", "passes over the rows by all workers together", TypeConverters.toFloat)

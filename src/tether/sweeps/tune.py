@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from tether.analysis.report import check_writable
 from tether.analysis.runs import Row, format_number
@@ -172,6 +172,11 @@ def tune(
     on = on if on is not None else Sim()
     data = task.train_data()
     samples_of_all = check_task(task, data, on.workers)
+    if isinstance(data, DataLoader | IterableDataset):
+        raise UsageError(
+            f"train_data() of task {type(task).__name__} returned {type(data).__name__}, of which no part can be "
+            "chosen: tune a task that returns a map-style Dataset"
+        )
     part = reduced(task, share, seed, data)
     samples = check_task(part, part.train_data(), 1)
     _check_samples(samples, samples_of_all, on.workers, task.batch_size)

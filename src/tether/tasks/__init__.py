@@ -1,7 +1,8 @@
 """The tasks that come with Tether, and how a task is found by its name or file.
 
-A task's options are the parameters of its constructor, which has their types and defaults. An `options` dict on the
-class documents them: it maps each parameter to what it is for.
+A task's options are the parameters of its constructor, which has their types and defaults, and the attributes that
+every task has, such as clip_norm. An `options` dict on the class documents the parameters: it maps each to what it is
+for.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import traceback
 import types
 from contextvars import ContextVar
 from pathlib import Path
+from typing import get_type_hints
 
 import cloudpickle
 
@@ -28,7 +30,10 @@ from tether.tasks.digits import Digits
 from tether.tasks.fashion import Fashion
 from tether.tasks.text import Text
 
-__all__ = ["find", "known", "load", "not_while_importing", "options"]
+#: attributes of every task that have a plain value, and so need no parameter of the constructor
+ATTRIBUTES = ("batch_size", "accumulate", "clip_norm", "clip_value", "precision", "ema", "num_workers", "prefetch")
+
+__all__ = ["find", "known", "load", "not_while_importing", "options", "settable"]
 
 
 def known() -> dict[str, type[Task]]:
@@ -59,6 +64,12 @@ def find(spec: str) -> type[Task]:
     if spec not in known():
         raise UsageError(f"{unknown('task', spec, known())} A task of your own is written path/to/file.py:ClassName")
     return known()[spec]
+
+
+def settable(cls: type[Task]) -> set[str]:
+    """What `--set` can set: the parameters of the constructor except for the data, and attributes of every task."""
+    attributes = set() if cls is SyntheticTask else set(ATTRIBUTES)
+    return {*_settings.parameters(cls), *attributes} - {"data"}
 
 
 def options(cls: type[Task]) -> list[_settings.Option]:
@@ -172,7 +183,16 @@ def _construct(spec: str, cls: type[Task], data: Path | None, settings: dict[str
     parameters = _settings.parameters(cls)
     if "data" in settings:
         raise UsageError(f"the data of task {spec} is not one of its options: pass it as --data")
-    arguments = _settings.arguments(cls, f"task {spec}", settings, hidden=frozenset({"data"}))
+    hints = get_type_hints(Task)
+    for name in settings.keys() - settable(cls):
+        raise unknown(f"option of task {spec}", name, settable(cls))
+    attributes = {
+        name: _settings.convert(f"option {name} of task {spec}", text, hints[name])
+        for name, text in settings.items()
+        if name not in parameters
+    }
+    given = {name: text for name, text in settings.items() if name in parameters}
+    arguments = _settings.arguments(cls, f"task {spec}", given)
     if data is not None:
         if "data" not in parameters:
             raise UsageError(f"task {spec} takes no data: leave out --data (its constructor has no parameter 'data')")
@@ -185,9 +205,12 @@ def _construct(spec: str, cls: type[Task], data: Path | None, settings: dict[str
         how = " ".join("--data" if name == "data" else f"--set {name}=VALUE" for name in missing)
         raise UsageError(f"the constructor of task {spec} needs {', '.join(missing)}: pass {how}")
     try:
-        return cls(**arguments)
+        task = cls(**arguments)
     except TetherError:
         raise
     except Exception as error:  # the user's code may raise anything
         where = Path(inspect.getfile(cls))
         raise UsageError(f"the constructor of task {spec} failed: {_describe(error, where)}") from error
+    for name, value in attributes.items():
+        setattr(task, name, value)
+    return task

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import math
 import re
 from collections import Counter
@@ -24,6 +25,8 @@ from tether.tasks.networks import TextCnn
 #: a word or number, including apostrophes inside it, or one punctuation mark
 _TOKEN = re.compile(r"\w+(?:'\w+)*|[^\w\s]")
 _PADDING, _UNKNOWN = 0, 1
+#: the files that a run keeps beside the model
+VOCABULARY, LABELS = "vocabulary.json", "labels.json"
 #: GaDei, table 3: the mini-batch size for fewer training rows than this
 _BATCH_SIZES = ((10_000, 2), (100_000, 4), (math.inf, 32))
 #: the paper's learning rate for SGD, and an equally careful one for Adam, which classifies 90 % of TREC correctly after
@@ -135,6 +138,14 @@ class Text(Classification):
             f"learning rate {self.learning_rate:g}"
         )
 
+    def files(self) -> dict[str, str]:
+        """What `TextClassifier` needs besides the model: the words with their indices, and the labels in order."""
+        vocabulary = {"length": self.length, "padding": _PADDING, "unknown": _UNKNOWN, "words": self.words}
+        return {
+            VOCABULARY: json.dumps(vocabulary, ensure_ascii=False, indent=1),
+            LABELS: json.dumps(self.labels, ensure_ascii=False, indent=1),
+        }
+
     def encode(self, texts: Iterable[str]) -> Tensor:
         """Texts as inputs of the model."""
         return encode(texts, self.words, self.length)
@@ -192,6 +203,27 @@ class Text(Classification):
                 )
         train, validated = _split(rows, self.validation) if self.validation else (rows, [])
         return train, validated, held_out
+
+
+class TextClassifier:
+    """Classifies texts with a model that a run of `Text` has trained, and needs neither the task nor its data."""
+
+    def __init__(self, files: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+        """`files` are those of `Text.files`, `tensors` the state_dict of its model."""
+        vocabulary = json.loads(files[VOCABULARY])
+        self._words: dict[str, int] = vocabulary["words"]
+        self._length: int = vocabulary["length"]
+        self.labels: list[str] = json.loads(files[LABELS])
+        words, embedding = tensors["embedding.weight"].shape
+        self._model = TextCnn(words, len(self.labels), embedding, len(tensors["filters.0.bias"]))
+        self._model.load_state_dict(tensors)
+        self._model.eval()
+
+    def classify(self, texts: Sequence[str]) -> list[tuple[str, float]]:
+        """For each text, the most likely label and its probability."""
+        with torch.no_grad():
+            scores = self._model(encode(texts, self._words, self._length)).softmax(1)
+        return [(self.labels[int(row.argmax())], float(row.max())) for row in scores]
 
 
 def tokens(text: str) -> list[str]:

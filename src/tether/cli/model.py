@@ -1,0 +1,48 @@
+"""`tether export` and `tether classify`: what a run has trained, for use elsewhere and here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tether import api
+from tether.cli.options import JsonOption, RunOrUrlArgument
+from tether.cli.output import out
+from tether.errors import UsageError
+from tether.execution.checkpoint import save_tensors
+from tether.tasks.text import LABELS, VOCABULARY, TextClassifier
+
+
+def export(
+    run_dir: RunOrUrlArgument,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to: model.safetensors, or model.pt.")],
+) -> None:
+    """Write the model of a run to one file, which safetensors or torch.load reads without Tether."""
+    tensors, _ = api.trained_model(run_dir)
+    save_tensors(tensors, file)
+    count = sum(tensor.numel() for tensor in tensors.values())
+    out.print(f"{file}: {len(tensors)} tensors with {count:,} values", highlight=False)
+
+
+def classify(
+    run_dir: RunOrUrlArgument,
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="The texts, each in quotes.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Classify texts with the model of a run of task text; prints label, probability and text."""
+    tensors, files = api.trained_model(run_dir)
+    if not {VOCABULARY, LABELS} <= files.keys():
+        raise UsageError(f"{run_dir} has no {VOCABULARY} and {LABELS}: classify needs a run of task text")
+    found = TextClassifier(files, tensors).classify(texts)
+    if as_json:
+        rows = [
+            {"text": text, "label": label, "probability": probability}
+            for text, (label, probability) in zip(texts, found, strict=True)
+        ]
+        print(json.dumps({"texts": rows}))
+        return
+    for text, (label, probability) in zip(texts, found, strict=True):
+        out.print(f"{label}  {probability:.1%}  {text}", highlight=False, markup=False)
