@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Spark, Tide
+from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Spark, Streaming, Tide
 from tether.core.message import Message, ReplicaState
-from tether.protocols import Options, known, mpca, tide
+from tether.protocols import Options, known, mpca, streaming, tide
 from tether.protocols.averaging import Effort, Joint
 from tether.protocols.elastic import Ask, Centre, Difference
 from tether.protocols.grid import messages as grid
@@ -86,6 +86,11 @@ EXAMPLES: dict[type[Options], list[Message]] = {
         grid.Tally(3),
     ],
     Mpca: [mpca.Projected(2, 7, 0.1, torch.arange(3.0), alpha=0.05), mpca.AreYouThere(), mpca.Here()],
+    Streaming: [
+        streaming.Fragment(2, 7, 0.1, torch.arange(3.0)),
+        streaming.AreYouThere(),
+        streaming.Here(),
+    ],
     Tide: [
         tide.Joint(2, 7, 0.1, torch.arange(3.0), steps={"worker-0": 5}),
         tide.Moved(2, 7, 0.25),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Tide, UsageError, resume
+from tether import Averaging, Elastic, Grid, Local, Mpca, Server, Sim, Single, Streaming, Tide, UsageError, resume
 from tether.execution.progress import make_progress
 from tether.learner.data import Batches
 from tether.protocols import Options
@@ -113,7 +113,7 @@ def test_one_worker_does_what_a_plain_loop_does(name: str, tmp_path: Path) -> No
     assert largest_difference(result.model, plain_loop(Own(name), 20)) < 1e-5
 
 
-LOCAL_STEPS = [Averaging(tau=4), Averaging(tau=4, outer="nesterov"), Elastic(tau=2), Mpca(), Tide(), Grid()]
+LOCAL_STEPS = [Averaging(tau=4), Averaging(tau=4, outer="nesterov"), Elastic(tau=2), Mpca(), Tide(), Streaming(tau=4), Grid()]
 
 
 @pytest.mark.parametrize("protocol", LOCAL_STEPS, ids=str)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from torch import Tensor
 
-from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Single, Tide
+from tether import Averaging, Elastic, Faults, Grid, Mpca, Server, Single, Streaming, Tide
 from tether.core.effects import Effect
 from tether.core.events import Event
 from tether.core.machine import Node, Replica
@@ -48,6 +48,7 @@ VARIANTS: dict[Options, int] = {
     Mpca(phases=1): 3,
     Mpca(phases=2): 1,
     Tide(phases=2): 1,
+    Streaming(phases=2, shards=2, tau=2): 2,
     Grid(dimensions=1, steps_per_round=2): 4,
 }
 LINES_MAX = 60

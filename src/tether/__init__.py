@@ -24,7 +24,7 @@ if _TYPE_CHECKING:
     )
     from tether.execution.callbacks import CsvLogger, TensorBoardLogger, WandbLogger
     from tether.loops import evaluate, is_main, join, rank, sampler, save, world_size
-    from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Tide
+    from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Streaming, Tide
     from tether.runtimes.local import Local
     from tether.runtimes.sim.costs import StepTime
     from tether.runtimes.sim.faults import Faults
@@ -49,7 +49,7 @@ _PUBLIC = {
         "WireError",
     ),
     "tether.loops": ("evaluate", "is_main", "join", "rank", "sampler", "save", "world_size"),
-    "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Tide"),
+    "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Streaming", "Tide"),
     "tether.runtimes.local": ("Local",),
     "tether.runtimes.sim.costs": ("StepTime",),
     "tether.runtimes.sim.faults": ("Faults",),
@@ -81,6 +81,7 @@ __all__ = [
     "Stalled",
     "StepInfo",
     "StepTime",
+    "Streaming",
     "Task",
     "TaskError",
     "TensorBoardLogger",

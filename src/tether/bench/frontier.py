@@ -1,130 +1,208 @@
-"""Every protocol with its defaults over networks, numbers of workers and tasks: time to a target, error at the end."""
+"""Every protocol over networks, numbers of workers, tasks, mini-batches and optimizers: time to a target, last error."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-import torch
 import typer
 
-from tether.bench.common import NEVER, Report, Seeds, counts, in_parallel, names
-from tether.core.units import bytes_per_second
-from tether.errors import unknown
-from tether.execution.goals import Request
-from tether.execution.plan import RunPlan
-from tether.protocols import Averaging, Elastic, Grid, Mpca, Options, Tide
-from tether.runtimes.sim.costs import StepTime
-from tether.runtimes.sim.runtime import Sim
-from tether.sweeps.sweep import EvaluatingObserver
-from tether.task import Task
-from tether.tasks.chars import Chars
-from tether.tasks.cifar import Cifar
-from tether.tasks.fashion import Fashion
+from tether.bench.cells import Cell, Curve, Place, Results, options_of, train
+from tether.bench.common import Report, Seeds, counts, in_parallel, names
+from tether.errors import UsageError
 
-#: each with a small mini-batch, where workers differ by much noise; the metric is the error, of chars the loss
-TASKS: dict[str, Callable[[Path | None], Task]] = {
-    "fashion": lambda data: Fashion(data, batch_size=16),
-    "cifar": lambda data: Cifar(data, batch_size=16),
-    "chars": lambda data: Chars(data, batch_size=8),
-}
-PROTOCOLS: dict[str, Options] = {
-    "averaging": Averaging(),
-    "diloco": Averaging(outer="nesterov"),
-    "elastic": Elastic(),
-    "grid": Grid(),
-    "mpca": Mpca(),
-    "tide": Tide(),
-}
-#: ResNet-110, the smallest workload of the MPCA SGD paper
-STEP_SECONDS, MODEL_BYTES = 0.095, "7MiB"
-#: a metric counts as reached by the mean of this many evaluations, of which an epoch has `EVALUATIONS`
-MEAN_OF, EVALUATIONS = 3, 5
+PROTOCOLS = ("averaging", "diloco", "elastic", "grid", "mpca", "tide")
+#: a metric counts as reached by the mean of this many evaluations
+MEAN_OF = 3
+#: a time that is longer by more than this share counts as behind
+BEHIND = 0.05
+OURS = "tide"
 
 
 def frontier(
     data: Annotated[
         Path | None,
-        typer.Option(help="The folder with Fashion-MNIST, the CIFAR-10 subset and tinyshakespeare.txt; always needed."),
+        typer.Option(
+            help="The folder with Fashion-MNIST, the CIFAR-10 subset, tinyshakespeare.txt and trec_train.csv; needed "
+            "for what is trained."
+        ),
     ] = None,
-    task: Annotated[Sequence[str], names("The tasks to train. fashion alone is the fastest.", "fashion,chars")] = (
-        "fashion",
-        "cifar",
-        "chars",
-    ),
-    link: Annotated[Sequence[str], names("The networks. One is enough for a first look.", "100mbit,1gbit")] = (
-        "10mbit",
-        "100mbit",
-        "1gbit",
-        "10gbit",
-    ),
-    workers: Annotated[Sequence[int], counts("Numbers of workers.")] = (2, 4, 8, 16, 32),
-    epochs: Annotated[float, typer.Option(help="The length of a run. Longer ones reach lower errors.")] = 3.0,
+    task: Annotated[Sequence[str], names("The tasks: fashion, cifar, chars, text.", "fashion,chars")] = ("fashion",),
+    link: Annotated[Sequence[str], names("The networks.", "100mbit,1gbit")] = ("100mbit", "1gbit"),
+    workers: Annotated[Sequence[int], counts("Numbers of workers.")] = (8, 2),
+    batch: Annotated[Sequence[str], names("The mini-batches: small, large.", "small,large")] = ("small",),
+    optimizer: Annotated[
+        Sequence[str],
+        names("The optimizers: adam; sgd, with momentum; falling, which is sgd whose rate falls.", "adam,sgd"),
+    ] = ("adam",),
+    disturbance: Annotated[
+        Sequence[str],
+        names(
+            "What befalls runs: none; slow (three of eight at half speed); pause (of one, for a minute); death; join.",
+            "none,death",
+        ),
+    ] = ("none",),
+    grid: Annotated[
+        Literal["star", "full"],
+        typer.Option(help="star varies one of these at a time around the first of each; full takes all combinations."),
+    ] = "star",
+    protocol: Annotated[
+        Sequence[str],
+        names("The protocols, also with settings, such as tide:drift=0+phases=1.", "diloco,mpca,tide"),
+    ] = PROTOCOLS,
+    length: Annotated[
+        float, typer.Option(help="How many times as long as usual runs are. Longer ones reach lower errors.")
+    ] = 1.0,
     seeds: Seeds = 1,
+    results: Annotated[
+        Path | None,
+        typer.Option(help="Keep the curve of every run in this file. What is there already is not computed again."),
+    ] = None,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Compute nothing: report every place that the file of results has.")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="How many runs at a time. By default one for each core.")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Also draw the times to the targets, to this PNG file.")] = None,
 ) -> Report:
-    """Time to a target and error at equal samples, all protocols with their defaults, in the simulator.
+    """Time to a target and metric at equal samples, all protocols with their defaults, in the simulator.
 
-    Steps and bytes cost as much as those of ResNet-110. The target of a row is the best metric that all protocols
-    reach, so that each has a time; the metric of a moment is the mean of three evaluations.
+    Steps and bytes cost as much as those of ResNet-110. The metric is the error, of chars the loss; that of a moment is
+    the mean of three evaluations. The target of a row is the best metric of the median protocol. A protocol that does
+    not reach it counts with the time at which its run ended.
     """
-    for name in task:
-        if name not in TASKS:
-            raise unknown("task", name, TASKS)
-        TASKS[name](data)  # raises now if the files are missing
-    for speed in link:
-        bytes_per_second(speed, "--link")
-    settings = [(name, speed, count) for name in task for speed in link for count in sorted(workers)]
-    cells = [
-        Cell(*setting, label, epochs, seed, data)
-        for setting in settings
-        for seed in range(seeds)
-        for label in PROTOCOLS
-    ]
-    curves: dict[tuple[str, str, int, int], dict[str, Curve]] = defaultdict(dict)
-    for done, (cell, curve) in enumerate(in_parallel(train, cells), start=1):
-        curves[cell.task, cell.link, cell.workers, cell.seed][cell.label] = curve
-        what = f"{cell.task}, {cell.link}, {cell.workers} workers, {cell.label}, seed {cell.seed}"
-        print(f"{done}/{len(cells)}  {what}: {curve[-1][1]:.4g} at {curve[-1][0]:.0f} s", file=sys.stderr)
-    rows: list[dict[str, Any]] = []
-    slower: dict[str, list[float]] = defaultdict(list)
-    for setting in settings:
-        found = [compare(curves[*setting, seed]) for seed in range(seeds)]
-        times = {label: statistics.fmean(times[label] for _, times, _ in found) for label in PROTOCOLS}
-        ends = {label: statistics.fmean(ends[label] for _, _, ends in found) for label in PROTOCOLS}
-        place = dict(zip(("task", "link", "workers"), setting, strict=True))
+    if not length > 0:
+        raise UsageError(f"--length must be more than 0, not {length}")
+    for label in protocol:
+        options_of(label)  # raises now if it means nothing
+    store = Results(results)
+    if kept:
+        if results is None:
+            raise UsageError("--kept reports what a file of results has: name it with --results")
+        places = complete_places(store, protocol, length, seeds)
+    else:
+        places = arrange(Place(), task, link, workers, batch, optimizer, disturbance, star=grid == "star")
+        for place in places:
+            place.check(data)
+        compute(store, [Cell(p, n, s, length) for p in places for s in range(seeds) for n in protocol], data, processes)
+    rows, times = [], []
+    for place in places:
+        found = [compare({name: store[Cell(place, name, s, length)] for name in protocol}) for s in range(seeds)]
+        seconds = {name: statistics.fmean(taken[name] for _, taken, _ in found) for name in protocol}
+        ends = {name: statistics.fmean(last[name] for _, _, last in found) for name in protocol}
         target = statistics.fmean(target for target, _, _ in found)
-        rows.append({**place, "what": f"seconds to {target:.4g}", **times})
-        rows.append({**place, "what": "metric at the end", **ends})
-        for label, seconds in times.items():
-            slower[label].append(seconds / times["tide"])
-    ratios = {f"seconds of {label} over tide's": statistics.geometric_mean(ratio) for label, ratio in slower.items()}
+        rows.append({**asdict(place), "what": f"seconds to {target:.4g}", **seconds})
+        rows.append({**asdict(place), "what": "metric at the end", **ends})
+        times.append(seconds)
     if picture is not None:
         from tether.analysis.sweep_plots import frontier_png
 
-        picture.write_bytes(frontier_png([row for row in rows if row["what"] != "metric at the end"], list(PROTOCOLS)))
-    return {"bench": "frontier", "epochs": epochs, "seeds": seeds, "rows": rows, "ratios": ratios}
+        picture.write_bytes(frontier_png([row for row in rows if row["what"] != "metric at the end"], list(protocol)))
+    return {"bench": "frontier", "length": length, "seeds": seeds, "rows": rows, "ratios": summary(times)}
 
 
-#: the metric over time, in virtual seconds
-Curve = list[tuple[float, float]]
+def arrange(
+    first: Place,
+    task: Sequence[str],
+    link: Sequence[str],
+    workers: Sequence[int],
+    batch: Sequence[str],
+    optimizer: Sequence[str],
+    disturbance: Sequence[str],
+    star: bool,
+) -> list[Place]:
+    """All combinations; or, as a star, those that differ from the first of each in one value at most."""
+    axes: dict[str, Sequence[Any]] = {
+        "task": task,
+        "link": link,
+        "workers": workers,
+        "batch": batch,
+        "optimizer": optimizer,
+        "disturbance": disturbance,
+    }
+    for name, values in axes.items():
+        if not values:
+            raise UsageError(f"--{name} has no value: give one or several, separated by commas")
+    if not star:
+        return [Place(*values) for values in product(*axes.values())]
+    centre = replace(first, **{name: values[0] for name, values in axes.items()})
+    around = [replace(centre, **{name: value}) for name, values in axes.items() for value in values[1:]]
+    return list(dict.fromkeys([centre, *around]))
+
+
+def complete_places(store: Results, labels: Sequence[str], length: float, seeds: int) -> list[Place]:
+    """The places for which the file has every protocol and every seed."""
+    cells = set(store.cells())
+    places = dict.fromkeys(cell.place for cell in store.cells())
+    complete = [
+        place
+        for place in places
+        if all(Cell(place, label, seed, length) in cells for label in labels for seed in range(seeds))
+    ]
+    if not complete:
+        raise UsageError("the file of results has no place with all these protocols and seeds: compute some first")
+    return complete
+
+
+def compute(store: Results, cells: Sequence[Cell], data: Path | None, processes: int | None) -> None:
+    """Train the cells that are not in the store yet."""
+    missing = [cell for cell in cells if cell not in store]
+    work = partial(train, data=data)
+    for done, (cell, curve) in enumerate(in_parallel(work, missing, processes), start=1):
+        store.add(cell, curve)
+        where = ", ".join(str(value) for value in asdict(cell.place).values() if value != "none")
+        last = f"{curve[-1][1]:.4g} at {curve[-1][0]:.0f} s" if curve else "diverged"
+        print(f"{done}/{len(missing)}  {where}: {cell.label}, seed {cell.seed}: {last}", file=sys.stderr)
 
 
 def compare(curves: dict[str, Curve]) -> tuple[float, dict[str, float], dict[str, float]]:
     """The target of these runs, the seconds that each takes to it, and the metric of each at the end."""
     smooth = {label: _smooth(curve) for label, curve in curves.items()}
-    target = max(min(value for _, value in curve) for curve in smooth.values())
-    times = {
-        label: next((seconds for seconds, value in curve if value <= target), math.inf)
-        for label, curve in smooth.items()
+    best = sorted(min((value for _, value in curve), default=float("inf")) for curve in smooth.values())
+    target = best[len(best) // 2]
+    times = {label: seconds_to(target, curve) for label, curve in smooth.items()}
+    return target, times, {label: curve[-1][1] if curve else float("nan") for label, curve in smooth.items()}
+
+
+def seconds_to(target: float, curve: Curve) -> float:
+    """When a curve first is at the target, on a straight line between two values; its end if it never is."""
+    for index, (seconds, value) in enumerate(curve):
+        if value <= target:
+            if not index:
+                return seconds
+            before, higher = curve[index - 1]
+            return before + (seconds - before) * (higher - target) / (higher - value)
+    return curve[-1][0] if curve else float("inf")
+
+
+def summary(times: list[dict[str, float]]) -> dict[str, float]:
+    """What our protocol is worth against each other, over all places."""
+    if any(OURS not in taken or len(taken) < 2 for taken in times):
+        return {}
+    slower: dict[str, list[float]] = defaultdict(list)
+    behind = []
+    for taken in times:
+        for label, seconds in taken.items():
+            slower[label].append(seconds / taken[OURS])
+        behind.append(taken[OURS] / min(seconds for label, seconds in taken.items() if label != OURS))
+    ratios = {
+        f"seconds of {label} over {OURS}'s": statistics.geometric_mean(found)
+        for label, found in slower.items()
+        if label != OURS
     }
-    return target, times, {label: curve[-1][1] for label, curve in smooth.items()}
+    return {
+        **ratios,
+        f"most seconds of {OURS} over the best other's": max(behind),
+        f"share of places in which {OURS} is over 5 % behind": sum(b > 1 + BEHIND for b in behind) / len(behind),
+    }
 
 
 def _smooth(curve: Curve) -> Curve:
@@ -134,31 +212,3 @@ def _smooth(curve: Curve) -> Curve:
         (curve[last][0], statistics.fmean(value for _, value in curve[last - count + 1 : last + 1]))
         for last in range(count - 1, len(curve))
     ]
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One run."""
-
-    task: str
-    link: str
-    workers: int
-    label: str
-    epochs: float
-    seed: int
-    data: Path | None
-
-
-def train(cell: Cell) -> Curve:
-    """The metric of the joint model over time."""
-    torch.set_num_threads(1)
-    step_time = StepTime(STEP_SECONDS, spread=0.05)
-    sim = Sim(workers=cell.workers, step_seconds=step_time, link=cell.link, model_bytes=MODEL_BYTES)
-    request = Request(
-        epochs=cell.epochs, seed=cell.seed, evaluate_every=1 / EVALUATIONS, checkpoint_seconds=NEVER, trace=False
-    )
-    plan = RunPlan.make(TASKS[cell.task](cell.data), PROTOCOLS[cell.label], sim, request, None)
-    watcher = EvaluatingObserver(plan)
-    sim.execute(plan, watcher)
-    metric = "loss" if cell.task == "chars" else "error"
-    return [(seconds, metrics[metric]) for seconds, _, metrics in watcher.evaluations]

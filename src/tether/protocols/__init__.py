@@ -15,14 +15,28 @@ from tether.protocols.ledger import DEALING
 from tether.protocols.mpca import Mpca
 from tether.protocols.server import Server
 from tether.protocols.single import Single
+from tether.protocols.streaming import Streaming
 from tether.protocols.tide import Tide
 
-__all__ = ["DEALING", "Averaging", "Elastic", "Grid", "Mpca", "Options", "Server", "Single", "Tide", "known", "make"]
+__all__ = [
+    "DEALING",
+    "Averaging",
+    "Elastic",
+    "Grid",
+    "Mpca",
+    "Options",
+    "Server",
+    "Single",
+    "Streaming",
+    "Tide",
+    "known",
+    "make",
+]
 
 
 def known() -> dict[str, type[Options]]:
     """Every protocol by its name."""
-    return {options.name: options for options in (Single, Server, Averaging, Elastic, Mpca, Tide, Grid)}
+    return {options.name: options for options in (Single, Server, Averaging, Streaming, Elastic, Mpca, Tide, Grid)}
 
 
 def make(description: Mapping[str, Any]) -> Options:

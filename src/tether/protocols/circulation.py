@@ -1,6 +1,6 @@
 """Shards of the joint model that circulate between a hub and workers that never stop.
 
-`mpca` and `tide` have this in common: the vector is cut into shards of equal size, anywhere, and each shard goes
+`mpca`, `tide` and `streaming` have this in common: the vector is cut into shards of equal size, anywhere, and each shard goes
 through a cycle of its own. The hub broadcasts it to all workers; a worker that has it contributes a copy of its own
 shard, weighted by tau, the steps that it has made since its last contribution of that shard; the hub makes the next
 joint shard of the weighted mean. What the hub makes of the mean, and what a worker does with a shard that arrives, is
@@ -257,7 +257,7 @@ class CirculationHub:
             message = self._message(shard)
             effects += [Broadcast(tag.stream, members, message), Reduce(tag, members)]
             if usual := self._usual_seconds[shard]:
-                waits = max(message.step_seconds, message.lull_seconds)
+                waits = max(self._steps_needed() * message.step_seconds, message.lull_seconds)
                 limit = self._patience[shard] * max(usual, CYCLE_SECONDS_MIN) + waits
                 effects.append(SetTimer(timer_of(shard), limit))
         return effects
@@ -371,6 +371,10 @@ class CirculationHub:
         """What is broadcast of a shard."""
         raise NotImplementedError
 
+    def _steps_needed(self) -> int:
+        """How many steps of a worker a contribution needs by the options."""
+        return 1
+
     def _prepare(self, shard: int, mean: Tensor, taus: list[int]) -> Tensor:
         """The joint shard after a reduction; stores in `_outgoing` what is broadcast next."""
         raise NotImplementedError
@@ -473,7 +477,7 @@ class CirculationWorker:
         self._awaited[shard] = Reduce(tag_of(shard, arrived.cycle), members)
         if last is not None and arrived.cycle > last + 1:  # the others continued without this worker
             self.taus[shard] = min(self.taus[shard], self.least)
-        steps_seconds = 0.0 if self.portion.idle else self.least * arrived.step_seconds
+        steps_seconds = 0.0 if self.portion.idle else self._needed(shard) * arrived.step_seconds
         left = self._given_at[shard] + max(steps_seconds, arrived.lull_seconds) - now
         # a worker that has not begun contributes each shard at once, but a second time only when it is due
         if (self.running or last is not None) and not self._is_due(shard) and left > 0:
@@ -498,7 +502,7 @@ class CirculationWorker:
 
     def _is_due(self, shard: int) -> bool:
         """The worker has made enough steps for a contribution, or all that it can make."""
-        return self.taus[shard] >= (1 if self.portion.idle else self.least)
+        return self.taus[shard] >= (1 if self.portion.idle else self._needed(shard))
 
     def _contribute(self, shard: int, now: float) -> list[Effect]:
         """Contribute to the pending reduction of a shard."""
@@ -515,6 +519,10 @@ class CirculationWorker:
         return [shard for shard in sorted(self._awaited) if self._is_due(shard)]
 
     # ---- what a protocol makes of it ----
+
+    def _needed(self, shard: int) -> int:
+        """How many steps a contribution of a shard needs."""
+        return self.least
 
     def _step(self, ready: GradientReady, now: float) -> list[Effect]:
         """Step with a gradient, contribute what is due, and compute the next gradient."""

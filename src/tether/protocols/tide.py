@@ -111,6 +111,12 @@ class Tide(Circulation):
         "auto", "the steps over which a change must persist to count; 'auto': 500, or a quarter of a short run"
     )
 
+    every: int | Literal["auto"] = option(
+        "auto",
+        "the fewest steps between two contributions of a shard; 'auto': as often as the network and `exchange_share` "
+        "allow",
+    )
+
     name = "tide"
     summary = "workers never stop; the joint model also moves on in the direction that persists"
     messages = (Joint, Moved, AreYouThere, Here)
@@ -121,6 +127,8 @@ class Tide(Circulation):
             raise UsageError(f"drift must be within 0 and 100, or 'auto', not {self.drift}")
         if self.horizon != "auto" and self.horizon < 1:
             raise UsageError(f"horizon must be at least 1 step, or 'auto', not {self.horizon}")
+        if self.every != "auto" and self.every < 1:
+            raise UsageError(f"every must be at least 1 step, or 'auto', not {self.every}")
 
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
@@ -128,7 +136,7 @@ class Tide(Circulation):
             cls(),
             cls(phases=1, drift=0.0),
             cls(phases=2, shards=5, drift=0.5, horizon=20),
-            cls(weighted=False, horizon=10),
+            cls(weighted=False, horizon=10, every=3),
         )
 
     def machine(self, context: NodeContext) -> Machine:
@@ -163,6 +171,9 @@ class TideHub(CirculationHub):
                     self._squares[shard][worker] = square
                 return []
         return super().handle(event, now)
+
+    def _steps_needed(self) -> int:
+        return 1 if self.options.every == "auto" else self.options.every
 
     def _message(self, shard: int) -> Joint:
         return Joint(**self._circulated(shard), steps=dict(self._told[shard]))
@@ -231,6 +242,9 @@ class TideWorker(CirculationWorker):
         compute = self._compute()  # first, since it shows whether anything is left to train on
         self._stepping.update(due := super()._due())
         return [Step(), *(SetTimer(timer_of(shard), 0.0) for shard in due), *compute]
+
+    def _needed(self, shard: int) -> int:
+        return self.least if self.options.every == "auto" else max(self.least, self.options.every)
 
     def _take(self, arrived: Circulated, members: tuple[str, ...], now: float) -> list[Effect]:
         was_running = self.running

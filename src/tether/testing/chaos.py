@@ -48,6 +48,7 @@ PROTOCOLS: dict[str, tuple[str, ...]] = {
     "server": ("--set", "sync=async", "--set", "rate=none"),
     "inline": ("--set", "sync=async", "--set", "apply=inline"),
     "averaging": (),
+    "streaming": ("--set", "tau=10"),
     "elastic": (),
     "mpca": (),
     "tide": (),
