@@ -349,7 +349,10 @@ WRONG = [
         "train digits --protocol averagin",
         "unknown protocol 'averagin'; known: averaging, elastic, grid, mpca, server, single",
     ),
-    ("train digits --set tau=3", "protocol tide has no option 'tau'; it is one of averaging, streaming, elastic: choose"),
+    (
+        "train digits --set tau=3",
+        "protocol tide has no option 'tau'; it is one of averaging, streaming, elastic: choose",
+    ),
     ("train digits -p averaging --set tau=x", "option tau of protocol averaging is 'x'; expected"),
     ("train digits -p averaging --set tau=0", "tau must be at least 1"),
     ("train digits -p averaging --set tao=3", "tau. Did you mean 'tau'?"),

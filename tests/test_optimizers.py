@@ -113,7 +113,15 @@ def test_one_worker_does_what_a_plain_loop_does(name: str, tmp_path: Path) -> No
     assert largest_difference(result.model, plain_loop(Own(name), 20)) < 1e-5
 
 
-LOCAL_STEPS = [Averaging(tau=4), Averaging(tau=4, outer="nesterov"), Elastic(tau=2), Mpca(), Tide(), Streaming(tau=4), Grid()]
+LOCAL_STEPS = [
+    Averaging(tau=4),
+    Averaging(tau=4, outer="nesterov"),
+    Elastic(tau=2),
+    Mpca(),
+    Tide(),
+    Streaming(tau=4),
+    Grid(),
+]
 
 
 @pytest.mark.parametrize("protocol", LOCAL_STEPS, ids=str)

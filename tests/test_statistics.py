@@ -49,7 +49,9 @@ def error_with_exact_statistics(model: nn.Module, task: Digits) -> float:
 
 
 @pytest.mark.parametrize("link", ["100kbit", "10mbit"], ids=["rare", "frequent"])
-@pytest.mark.parametrize("options", [Averaging(), Elastic(), Mpca(), Tide(), Streaming(tau=10), Grid()], ids=lambda options: options.name)
+@pytest.mark.parametrize(
+    "options", [Averaging(), Elastic(), Mpca(), Tide(), Streaming(tau=10), Grid()], ids=lambda options: options.name
+)
 def test_the_joint_statistics_fit_the_joint_weights(options: Options, link: str, tmp_path: Path) -> None:
     task = NormedDigits()
     sim = Sim(workers=4, step_seconds=StepTime(0.1, spread=0.05), link=link)

@@ -43,7 +43,7 @@ Curve = list[tuple[float, float]]
 class Subject:
     """A task of the study."""
 
-    make: Callable[..., Classification]
+    make: type[Classification]
     #: the file within the folder of data, if the task wants one
     file: str
     #: its mini-batches
@@ -127,10 +127,11 @@ class Place:
         given: dict[str, Any] = {"batch_size": subject.sizes[self.batch]}
         if self.optimizer != "adam":
             given |= {"learning_rate": subject.rate, "momentum": 0.9}
-        make = subject.make
+        make: Any = subject.make
         if self.optimizer == "falling":
-            make = type(f"Falling{subject.make.__name__}", (_Falling, subject.make), {})  # type: ignore[attr-defined]
-        return make(data, **given)
+            make = type(f"Falling{subject.make.__name__}", (_Falling, subject.make), {})
+        task: Classification = make(data, **given)
+        return task
 
     @property
     def epochs(self) -> float:
@@ -171,7 +172,8 @@ def train(cell: Cell, data: Path | None) -> Curve:
     torch.set_num_threads(1)
     place, epochs = cell.place, cell.place.epochs * cell.length
     task = place.make_task(data)
-    steps = epochs * len(task.train_data()) / task.batch_size / place.workers
+    samples = len(task.train_data())  # type: ignore[arg-type]
+    steps = epochs * samples / task.batch_size / place.workers
     sim = Sim(
         workers=place.workers,
         step_seconds=StepTime(STEP_SECONDS, spread=0.05),

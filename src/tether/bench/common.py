@@ -111,9 +111,7 @@ def run_quietly(
         return run(task, protocol, on, run_dir=place, progress=make_progress(quiet=True), **options).figures
 
 
-def in_parallel(
-    work: Callable[[T], Any], trials: Sequence[T], processes: int | None = None
-) -> Iterator[tuple[T, Any]]:
+def in_parallel(work: Callable[[T], Any], trials: Sequence[T], processes: int | None = None) -> Iterator[tuple[T, Any]]:
     """Every trial and its result, in the order in which they finish; by default one process for each core."""
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(work, trial): trial for trial in trials}

@@ -54,7 +54,9 @@ class Streaming(Circulation):
     weighted: bool = option(
         False, "weight a worker by the steps it made; otherwise all workers count equally", kw_only=True
     )
-    tau: int = option(50, "steps between two exchanges of a fragment; the paper uses 100 for runs of many thousand steps")
+    tau: int = option(
+        50, "steps between two exchanges of a fragment; the paper uses 100 for runs of many thousand steps"
+    )
     mix: float = option(
         0.5, "alpha in the paper: how much of its own values a worker keeps when a joint fragment arrives"
     )
@@ -70,7 +72,9 @@ class Streaming(Circulation):
         if self.tau < 1:
             raise UsageError(f"tau must be at least 1 step, not {self.tau}")
         if not 0 <= self.mix < 1:
-            raise UsageError(f"mix must be at least 0 and below 1, not {self.mix}: with 1 no worker would learn of others")
+            raise UsageError(
+                f"mix must be at least 0 and below 1, not {self.mix}: with 1 no worker would learn of others"
+            )
         if self.outer_rate <= 0:
             raise UsageError(f"outer_rate must be more than 0, not {self.outer_rate}")
         if not 0 <= self.outer_momentum < 1:
@@ -121,7 +125,7 @@ class StreamingWorker(CirculationWorker):
 
     def __init__(self, context: NodeContext, options: Streaming) -> None:
         super().__init__(context, options)
-        #: how often it has contributed each fragment
+        #: how often it has contributed each fragment after all the steps that it needs
         self._turns = [0] * len(self._cut)
 
     def _step(self, ready: GradientReady, now: float) -> list[Effect]:
@@ -132,12 +136,12 @@ class StreamingWorker(CirculationWorker):
     def _needed(self, shard: int) -> int:
         """tau; but the first time less, so that fragments take turns from then on."""
         tau = self.options.tau
-        if self._turns[shard] <= 1:
+        if not self._turns[shard]:
             tau = max(1, tau * (shard + 1) // len(self._cut))
         return max(self.least, tau)
 
     def _contribute(self, shard: int, now: float) -> list[Effect]:
-        self._turns[shard] += 1
+        self._turns[shard] += self.taus[shard] >= self._needed(shard)
         return super()._contribute(shard, now)
 
     def _arrive(self, arrived: Circulated) -> list[Effect]:

@@ -298,7 +298,8 @@ class TideWorker(CirculationWorker):
         given = self._given[shard]
         if tau and given is not None and self.running:
             change = given[0] - self._base[shard]
-            effects.append(Send("hub", Moved(shard, tag.number, float(change @ change))))
+            # ahead of the contribution: the last one closes the reduction, and what comes later is not looked at
+            effects.insert(0, Send("hub", Moved(shard, tag.number, float(change @ change))))
         return effects
 
     def _due(self) -> list[int]:
