@@ -48,7 +48,7 @@ VARIANTS: dict[Options, int] = {
     Mpca(phases=1): 3,
     Mpca(phases=2): 1,
     Tide(phases=2): 1,
-    Streaming(phases=2, shards=2, tau=2): 2,
+    Streaming(phases=1, shards=1, tau=2): 2,
     Grid(dimensions=1, steps_per_round=2): 4,
 }
 LINES_MAX = 60

@@ -1,9 +1,10 @@
-"""The single runs of a study of protocols: what each trains, under which protocol and where, and a file of their curves."""
+"""The single runs of a study of protocols: what each trains, how and where, and a file of their curves."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -187,10 +188,8 @@ def train(cell: Cell, data: Path | None) -> Curve:
     plan = RunPlan.make(task, options_of(cell.label), sim, request, None)
     watcher = EvaluatingObserver(plan)
     metric = SUBJECTS[place.task].metric
-    try:
+    with suppress(Diverged):
         sim.execute(plan, watcher)
-    except Diverged:
-        pass
     return [(seconds, metrics[metric]) for seconds, _, metrics in watcher.evaluations]
 
 

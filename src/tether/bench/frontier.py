@@ -1,4 +1,4 @@
-"""Every protocol over networks, numbers of workers, tasks, mini-batches and optimizers: time to a target, last error."""
+"""Every protocol over networks, numbers of workers, tasks, mini-batches and optimizers: time to a target."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Shards of the joint model that circulate between a hub and workers that never stop.
 
-`mpca`, `tide` and `streaming` have this in common: the vector is cut into shards of equal size, anywhere, and each shard goes
-through a cycle of its own. The hub broadcasts it to all workers; a worker that has it contributes a copy of its own
+`mpca`, `tide` and `streaming` have this in common: the vector is cut into shards of equal size, anywhere, and each
+shard goes through a cycle of its own. The hub broadcasts it to all workers; a worker that has it contributes a copy of its own
 shard, weighted by tau, the steps that it has made since its last contribution of that shard; the hub makes the next
 joint shard of the weighted mean. What the hub makes of the mean, and what a worker does with a shard that arrives, is
 up to the protocol.
