@@ -1,10 +1,10 @@
 """Shards of the joint model that circulate between a hub and workers that never stop.
 
 `mpca`, `tide` and `streaming` have this in common: the vector is cut into shards of equal size, anywhere, and each
-shard goes through a cycle of its own. The hub broadcasts it to all workers; a worker that has it contributes a copy of its own
-shard, weighted by tau, the steps that it has made since its last contribution of that shard; the hub makes the next
-joint shard of the weighted mean. What the hub makes of the mean, and what a worker does with a shard that arrives, is
-up to the protocol.
+shard goes through a cycle of its own. The hub broadcasts it to all workers; a worker that has it contributes a copy
+of its own shard, weighted by tau, the steps that it has made since its last contribution of that shard; the hub makes
+the next joint shard of the weighted mean. What the hub makes of the mean, and what a worker does with a shard that
+arrives, is up to the protocol.
 
 As many shards as there are phases are under way at a time: one is broadcast while another is reduced and a third is
 prepared, so that both directions of the hub's link are in use (MPCA SGD, section 4.2). Other shards wait for their
