@@ -282,8 +282,8 @@ def siamese() -> str:
     )
     net = Writer("mnist_siamese", pair)
     net.lines.append(
-        'layer { name: "slice_pair" type: "Slice" bottom: "pair_data" top: "data" top: "data_p" slice_param { slice_dim: 1 '
-        "slice_point: 1 } }"
+        'layer { name: "slice_pair" type: "Slice" bottom: "pair_data" top: "data" top: "data_p" '
+        "slice_param { slice_dim: 1 slice_point: 1 } }"
     )
     for end in ("", "_p"):
         net.last = f"data{end}"

@@ -7,9 +7,10 @@ that a .caffemodel has; they hold no values until the net fills them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,11 @@ class Layer(nn.Module):
     tops_range: tuple[int, int] = (1, 1)
     #: the loss weight of the first top unless the file gives one
     default_loss_weight = 0.0
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Parameters and statistics, which torch's own types take for modules."""
 
     def __init__(self, spec: Any, bottoms: list[Tensor], phase: str) -> None:
         super().__init__()
@@ -146,7 +152,7 @@ class Convolution(Layer):
 
     def _one(self, bottom: Tensor) -> Tensor:
         function = (functional.conv1d, functional.conv2d, functional.conv3d)[bottom.ndim - 3]
-        return function(bottom, self.weight, self.bias, self.stride, self.pad, self.dilation, self.group)  # type: ignore[no-any-return,operator]
+        return function(bottom, self.weight, self.bias, self.stride, self.pad, self.dilation, self.group)
 
 
 class Deconvolution(Convolution):
@@ -173,8 +179,8 @@ class InnerProduct(Layer):
             self.bias = None
 
     def forward(self, bottom: Tensor) -> Tensor:
-        weight: Any = self.weight.t() if self.transpose else self.weight  # type: ignore[operator]
-        return functional.linear(bottom.flatten(self.axis), weight, self.bias)  # type: ignore[arg-type]
+        weight: Any = self.weight.t() if self.transpose else self.weight
+        return functional.linear(bottom.flatten(self.axis), weight, self.bias)
 
 
 class Embed(Layer):
@@ -188,8 +194,8 @@ class Embed(Layer):
             self.bias = None
 
     def forward(self, bottom: Tensor) -> Tensor:
-        found = functional.embedding(bottom.long(), self.weight)  # type: ignore[arg-type]
-        return found if self.bias is None else found + self.bias  # type: ignore[operator]
+        found = functional.embedding(bottom.long(), self.weight)
+        return found if self.bias is None else found + self.bias
 
 
 class BatchNorm(Layer):
@@ -210,7 +216,7 @@ class BatchNorm(Layer):
         values = values.unsqueeze(2) if values.ndim == 2 else values
         if self.use_global if self.use_global is not None else not self.trains:
             # before any training the factor is 0, and so are mean and variance
-            factor = torch.where(self.factor == 0, 0.0, 1 / self.factor)  # type: ignore[call-overload]
+            factor = torch.where(self.factor == 0, 0.0, 1 / self.factor)
             mean, variance = self.mean * factor, self.variance * factor
         else:
             mean = values.mean((0, 2))
@@ -222,9 +228,9 @@ class BatchNorm(Layer):
 
     def _follow(self, mean: Tensor, variance: Tensor, count: float) -> None:
         with torch.no_grad():
-            self.factor.mul_(self.fraction).add_(1)  # type: ignore[operator]
-            self.mean.mul_(self.fraction).add_(mean)  # type: ignore[operator]
-            self.variance.mul_(self.fraction).add_(variance, alpha=count / (count - 1) if count > 1 else 1)  # type: ignore[operator]
+            self.factor.mul_(self.fraction).add_(1)
+            self.mean.mul_(self.fraction).add_(mean)
+            self.variance.mul_(self.fraction).add_(variance, alpha=count / (count - 1) if count > 1 else 1)
 
 
 def _broadcast(values: Tensor, axis: int, axes: int) -> Tensor:
@@ -258,7 +264,7 @@ class Scale(Layer):
             self.add_parameter("bias", self.shape, Filler.of(param, "bias_filler"))
 
     def forward(self, bottom: Tensor, factor: Tensor | None = None) -> Tensor:
-        values = _broadcast(self.weight if factor is None else factor, self.axis, bottom.ndim)  # type: ignore[arg-type]
+        values = _broadcast(self.weight if factor is None else factor, self.axis, bottom.ndim)
         if self.adds:
             return bottom + values
         scaled = bottom * values
@@ -291,7 +297,7 @@ class Parameter(Layer):
         self.add_parameter("weight", tuple(spec.parameter_param.shape.dim), Filler())
 
     def forward(self) -> Tensor:
-        return self.weight  # type: ignore[return-value]
+        return self.weight
 
 
 class Recurrent(Layer):
@@ -334,9 +340,9 @@ class Recurrent(Layer):
         return (top, *[state] * (self.states if self.exposes else 0))
 
     def forward(self, inputs: Tensor, cont: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
-        projected = functional.linear(inputs.flatten(2), self.input_weight, self.input_bias)  # type: ignore[arg-type]
+        projected = functional.linear(inputs.flatten(2), self.input_weight, self.input_bias)
         if self.static:
-            projected = projected + functional.linear(more[0].flatten(1), self.static_weight)  # type: ignore[arg-type]
+            projected = projected + functional.linear(more[0].flatten(1), self.static_weight)
             more = more[1:]
         count = inputs.shape[1]
         states = tuple(state[0] for state in more)
@@ -364,7 +370,7 @@ class LSTM(Recurrent):
 
     def one_step(self, given: Tensor, cont: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         hidden, cell = states
-        gates = given + functional.linear(hidden * cont, self.hidden_weight)  # type: ignore[arg-type]
+        gates = given + functional.linear(hidden * cont, self.hidden_weight)
         into, forget, out, new = gates.chunk(4, dim=1)
         cell = cont * forget.sigmoid() * cell + into.sigmoid() * new.tanh()
         hidden = out.sigmoid() * cell.tanh()
@@ -377,8 +383,8 @@ class RNN(Recurrent):
         self.add_parameter("output_bias", (self.size,), bias)
 
     def one_step(self, given: Tensor, cont: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        hidden = (given + functional.linear(states[0] * cont, self.hidden_weight)).tanh()  # type: ignore[arg-type]
-        return functional.linear(hidden, self.output_weight, self.output_bias).tanh(), (hidden,)  # type: ignore[arg-type]
+        hidden = (given + functional.linear(states[0] * cont, self.hidden_weight)).tanh()
+        return functional.linear(hidden, self.output_weight, self.output_bias).tanh(), (hidden,)
 
 
 # ---- functions of each value ----------------------------------------------------------------------------------------
@@ -709,9 +715,9 @@ class Slice(Layer):
         length, points = bottoms[0].shape[self.axis], [int(p) for p in spec.slice_param.slice_point]
         if points:
             edges = [0, *points, length]
-            if len(points) != self.top_count - 1 or any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+            if len(points) != self.top_count - 1 or any(a >= b for a, b in itertools.pairwise(edges)):
                 raise UsageError(f"slice_point {points} must cut {length} values into {self.top_count} tops, in order")
-            self.sizes = [b - a for a, b in zip(edges, edges[1:], strict=False)]
+            self.sizes = [b - a for a, b in itertools.pairwise(edges)]
         elif length % self.top_count:
             raise UsageError(f"{self.top_count} tops cannot share {length} values evenly: give slice_point")
         else:
@@ -771,7 +777,7 @@ class Eltwise(Layer):
     def forward(self, *bottoms: Tensor) -> Tensor:
         if self.operation == "SUM":
             bottoms = tuple(b if f == 1 else b * f for b, f in zip(bottoms, self.factors, strict=True))
-        combine = {"SUM": torch.add, "PROD": torch.mul, "MAX": torch.maximum}[self.operation]
+        combine: Any = {"SUM": torch.add, "PROD": torch.mul, "MAX": torch.maximum}[self.operation]
         result = bottoms[0]
         for bottom in bottoms[1:]:
             result = combine(result, bottom)
@@ -804,7 +810,7 @@ class ArgMax(Layer):
     def forward(self, bottom: Tensor) -> Tensor:
         flat = bottom.flatten(1) if self.axis is None else bottom.movedim(self.axis, -1)
         # of equal values Caffe takes the last first
-        order = flat.flip(-1).sort(-1, descending=True, stable=True)
+        order = torch.sort(flat.flip(-1), stable=True, dim=-1, descending=True)
         best, index = order.values[..., : self.top_k], flat.shape[-1] - 1 - order.indices[..., : self.top_k]
         if self.axis is not None:
             return (best if self.values else index.to(bottom.dtype)).movedim(-1, self.axis)
@@ -1003,7 +1009,7 @@ class DummyData(Layer):
     def forward(self) -> tuple[Tensor, ...]:
         tops = []
         for shape, filler in zip(self.dims, self.fillers, strict=True):
-            top = torch.empty(shape, device=self.like.device)  # type: ignore[arg-type]
+            top = torch.empty(shape, device=self.like.device)
             if not top.is_meta:
                 filler.fill(top)
             tops.append(top)
@@ -1013,10 +1019,10 @@ class DummyData(Layer):
 LAYERS: dict[str, type[Layer]] = {
     cls.__name__: cls
     for cls in (
-        AbsVal, Accuracy, ArgMax, BatchNorm, Bias, BNLL, Clip, Concat, ContrastiveLoss, Convolution, Crop, Deconvolution,
-        Dropout, DummyData, Eltwise, ELU, Embed, EuclideanLoss, Exp, Flatten, HingeLoss, InnerProduct, Log, LRN, LSTM,
-        MultinomialLogisticLoss, MVN, Parameter, Pooling, Power, PReLU, Reduction, ReLU, Reshape, RNN, Scale, Sigmoid,
-        SigmoidCrossEntropyLoss, Silence, Slice, Softmax, SoftmaxWithLoss, Split, Swish, TanH, Threshold, Tile,
+        AbsVal, Accuracy, ArgMax, BatchNorm, Bias, BNLL, Clip, Concat, ContrastiveLoss, Convolution, Crop,
+        Deconvolution, Dropout, DummyData, Eltwise, ELU, Embed, EuclideanLoss, Exp, Flatten, HingeLoss, InnerProduct, Log, LRN,
+        LSTM, MultinomialLogisticLoss, MVN, Parameter, Pooling, Power, PReLU, Reduction, ReLU, Reshape, RNN, Scale,
+        Sigmoid, SigmoidCrossEntropyLoss, Silence, Slice, Softmax, SoftmaxWithLoss, Split, Swish, TanH, Threshold, Tile,
     )
 }  # fmt: skip
 #: layers that have data from outside, whose tops are inputs of the net

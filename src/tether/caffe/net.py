@@ -202,8 +202,8 @@ class Net(nn.Module):
                         )
                     if shape != first.shape:
                         raise UsageError(
-                            f"parameter {given.name!r} has the shape {first.shape} in layer {first.layer!r} and {shape} "
-                            "here: shared parameters have one shape"
+                            f"parameter {given.name!r} has the shape {first.shape} in layer {first.layer!r} and "
+                            f"{shape} here: shared parameters have one shape"
                         )
                     for what, one, other in (
                         ("lr_mult", given.HasField("lr_mult"), lr_mult != first.lr_mult),
@@ -257,8 +257,8 @@ class Net(nn.Module):
             for mine, blob in zip(blobs, theirs[name], strict=False):
                 if mine.shape != blob.shape:
                     raise UsageError(
-                        f"layer {name!r} has a parameter of the shape {mine.shape} in the test net and {blob.shape} in the "
-                        "training net: both must be the same"
+                        f"layer {name!r} has a parameter of the shape {mine.shape} in the test net and {blob.shape} in "
+                        "the training net: both must be the same"
                     )
                 source, target = other.layers[blob.module], self.layers[mine.module]
                 if mine.name in target._parameters:

@@ -1,4 +1,4 @@
-"""Net and solver files: parsed by protobuf, brought to Caffe's present syntax, and filtered by phase, stage and level."""
+"""Net and solver files: parsed by protobuf, in Caffe's present syntax, filtered by phase, stage and level."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _parse(text: str, into: Any, path: Path) -> None:
     try:
         text_format.Parse(text, into)
     except text_format.ParseError as error:
-        line, column = error.GetLine(), error.GetColumn()  # type: ignore[no-untyped-call]
+        line, column = error.GetLine(), error.GetColumn()
         what = str(error).partition(" : ")[2] or str(error)
         known = _fields_of(what)
         raise UsageError(
@@ -227,12 +227,12 @@ def _layer_lines(text: str) -> dict[tuple[Any, ...], list[int]]:
     """The lines at which layers begin: of the file itself, (), and of nets in a solver, (field, number)."""
     from google.protobuf import text_format
 
-    tokens = text_format.Tokenizer(text.splitlines(), skip_comments=True)  # type: ignore[no-untyped-call]
+    tokens = text_format.Tokenizer(text.splitlines(), skip_comments=True)
     found: dict[tuple[Any, ...], list[int]] = {}
     stack: list[tuple[str, int]] = []
     counts: dict[str, int] = {}
     name, line = "", 0
-    while not tokens.AtEnd():  # type: ignore[no-untyped-call]
+    while not tokens.AtEnd():
         token = tokens.token
         if token in ("{", "<"):
             if name in ("layer", "layers") and len(stack) <= 1:
@@ -246,7 +246,7 @@ def _layer_lines(text: str) -> dict[tuple[Any, ...], list[int]]:
         elif token.isidentifier():
             name, line = token, tokens._line + 1
         try:
-            tokens.NextToken()  # type: ignore[no-untyped-call]
+            tokens.NextToken()
         except text_format.ParseError:
             return {}
     return found

@@ -107,7 +107,7 @@ def write_blob(blob: Any, values: Tensor) -> None:
 
 
 def load_weights(net: Net, path: Path) -> Loaded:
-    """Copy the blobs of a .caffemodel into layers of the same name; shapes must fit, and other layers stay as they are."""
+    """Copy the blobs of a .caffemodel into layers of the same name; other layers stay as they are."""
     found = read_blobs(path)
     by_layer: dict[str, list[Any]] = {}
     for blob in net.blobs:
@@ -119,8 +119,8 @@ def load_weights(net: Net, path: Path) -> Loaded:
         arrays = found[name]
         if len(arrays) != len(blobs):
             raise UsageError(
-                f"{path}: layer {name!r} has {len(arrays)} blobs and that of the net {len(blobs)}: rename the layer in the "
-                "net to train it afresh"
+                f"{path}: layer {name!r} has {len(arrays)} blobs and that of the net {len(blobs)}: rename the layer in "
+                "the net to train it afresh"
             )
         for blob, array in zip(blobs, arrays, strict=True):
             net.value(blob).copy_(torch.from_numpy(_fitted(array, blob.shape, f"{path}: layer {name!r}")))
@@ -141,8 +141,8 @@ def _fitted(array: Array, shape: tuple[int, ...], what: str) -> Array:
     if array.ndim == 4 and len(shape) <= 4 and array.shape == four:
         return array.reshape(shape)
     raise UsageError(
-        f"{what} has a blob of shape {array.shape} and that of the net {shape}: rename the layer in the net to train it "
-        "afresh, or use the net of the file"
+        f"{what} has a blob of shape {array.shape} and that of the net {shape}: rename the layer in the net to train "
+        "it afresh, or use the net of the file"
     )
 
 
