@@ -1020,9 +1020,10 @@ LAYERS: dict[str, type[Layer]] = {
     cls.__name__: cls
     for cls in (
         AbsVal, Accuracy, ArgMax, BatchNorm, Bias, BNLL, Clip, Concat, ContrastiveLoss, Convolution, Crop,
-        Deconvolution, Dropout, DummyData, Eltwise, ELU, Embed, EuclideanLoss, Exp, Flatten, HingeLoss, InnerProduct, Log, LRN,
-        LSTM, MultinomialLogisticLoss, MVN, Parameter, Pooling, Power, PReLU, Reduction, ReLU, Reshape, RNN, Scale,
-        Sigmoid, SigmoidCrossEntropyLoss, Silence, Slice, Softmax, SoftmaxWithLoss, Split, Swish, TanH, Threshold, Tile,
+        Deconvolution, Dropout, DummyData, Eltwise, ELU, Embed, EuclideanLoss, Exp, Flatten, HingeLoss,
+        InnerProduct, Log, LRN, LSTM, MultinomialLogisticLoss, MVN, Parameter, Pooling, Power, PReLU, Reduction,
+        ReLU, Reshape, RNN, Scale, Sigmoid, SigmoidCrossEntropyLoss, Silence, Slice, Softmax, SoftmaxWithLoss,
+        Split, Swish, TanH, Threshold, Tile,
     )
 }  # fmt: skip
 #: layers that have data from outside, whose tops are inputs of the net

@@ -31,7 +31,8 @@ ENUMS = {
     "RoundMode": "CEIL=0 FLOOR=1",
     "ReductionOp": "SUM=1 ASUM=2 SUMSQ=3 MEAN=4",
     "LayerType": """NONE=0 ACCURACY=1 BNLL=2 CONCAT=3 CONVOLUTION=4 DATA=5 DROPOUT=6 EUCLIDEAN_LOSS=7 FLATTEN=8
-        HDF5_DATA=9 HDF5_OUTPUT=10 IM2COL=11 IMAGE_DATA=12 INFOGAIN_LOSS=13 INNER_PRODUCT=14 LRN=15 MULTINOMIAL_LOGISTIC_LOSS=16
+        HDF5_DATA=9 HDF5_OUTPUT=10 IM2COL=11 IMAGE_DATA=12 INFOGAIN_LOSS=13 INNER_PRODUCT=14 LRN=15
+        MULTINOMIAL_LOGISTIC_LOSS=16
         POOLING=17 RELU=18 SIGMOID=19 SOFTMAX=20 SOFTMAX_LOSS=21 SPLIT=22 TANH=23 WINDOW_DATA=24 ELTWISE=25 POWER=26
         SIGMOID_CROSS_ENTROPY_LOSS=27 HINGE_LOSS=28 MEMORY_DATA=29 ARGMAX=30 THRESHOLD=31 DUMMY_DATA=32 SLICE=33 MVN=34
         ABSVAL=35 SILENCE=36 CONTRASTIVE_LOSS=37 EXP=38 DECONVOLUTION=39""",
@@ -156,7 +157,8 @@ V1LayerParameter bottom=2:string* top=3:string* name=4:string include=32:NetStat
     image_data_param=15:ImageDataParameter infogain_loss_param=16:InfogainLossParameter
     inner_product_param=17:InnerProductParameter lrn_param=18:LRNParameter memory_data_param=22:MemoryDataParameter
     mvn_param=34:MVNParameter pooling_param=19:PoolingParameter power_param=21:PowerParameter
-    relu_param=30:ReLUParameter sigmoid_param=38:SigmoidParameter softmax_param=39:SoftmaxParameter slice_param=31:SliceParameter
+    relu_param=30:ReLUParameter sigmoid_param=38:SigmoidParameter softmax_param=39:SoftmaxParameter
+    slice_param=31:SliceParameter
     tanh_param=37:TanHParameter threshold_param=25:ThresholdParameter window_data_param=20:WindowDataParameter
     transform_param=36:TransformationParameter loss_param=42:LossParameter
 """
