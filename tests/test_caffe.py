@@ -1,4 +1,4 @@
-"""Caffe's files: layers against values computed by hand, solvers against Caffe's formulas, nets against published sizes."""
+"""Caffe's files: layers against hand-computed values, solvers against Caffe's formulas, nets against published sizes."""
 
 from __future__ import annotations
 
@@ -132,10 +132,11 @@ def test_accuracy_counts_ties_against_the_right_class_and_knows_top_k(tmp_path: 
     assert result(tmp_path, "Accuracy", "accuracy_param { top_k: 2 }", scores, labels).item() == 1
 
 
+XAVIER = 'weight_filler { type: "xavier" } }'
 GRADIENTS = {
-    "Convolution": ("convolution_param { num_output: 4 kernel_size: 3 pad: 1 stride: 2 group: 2 weight_filler { type: \"xavier\" } }", (2, 4, 5, 5)),
-    "Deconvolution": ("convolution_param { num_output: 4 kernel_size: 3 stride: 2 group: 2 weight_filler { type: \"msra\" } }", (1, 4, 3, 3)),
-    "InnerProduct": ("inner_product_param { num_output: 3 transpose: true weight_filler { type: \"xavier\" } }", (2, 3, 2, 2)),
+    "Convolution": ("convolution_param { num_output: 4 kernel_size: 3 pad: 1 stride: 2 group: 2 " + XAVIER, (2, 4, 5, 5)),
+    "Deconvolution": ("convolution_param { num_output: 4 kernel_size: 3 stride: 2 group: 2 " + XAVIER, (1, 4, 3, 3)),
+    "InnerProduct": ("inner_product_param { num_output: 3 transpose: true " + XAVIER, (2, 3, 2, 2)),
     "PReLU": ("", (2, 3, 2, 2)),
     "ELU": ("elu_param { alpha: 0.5 }", (2, 5)),
     "BNLL": ("", (2, 5)),

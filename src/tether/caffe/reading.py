@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,7 +186,9 @@ def _parse(text: str, into: Any, path: Path) -> None:
     from google.protobuf import text_format
 
     try:
-        text_format.Parse(text, into)
+        with warnings.catch_warnings():  # protobuf decodes unknown escapes with a codec that warns of them
+            warnings.simplefilter("ignore", DeprecationWarning)
+            text_format.Parse(text, into)
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         what = str(error).partition(" : ")[2] or str(error)
