@@ -1,4 +1,4 @@
-"""Caffe's files: layers against hand-computed values, solvers against Caffe's formulas, nets against published sizes."""
+"""Caffe files: layers against hand-computed values, solvers against formulas, nets against published sizes."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_accuracy_counts_ties_against_the_right_class_and_knows_top_k(tmp_path: 
 
 XAVIER = 'weight_filler { type: "xavier" } }'
 GRADIENTS = {
-    "Convolution": ("convolution_param { num_output: 4 kernel_size: 3 pad: 1 stride: 2 group: 2 " + XAVIER, (2, 4, 5, 5)),
+    "Convolution": ("convolution_param { num_output: 4 kernel_size: 3 pad: 1 group: 2 " + XAVIER, (2, 4, 5, 5)),
     "Deconvolution": ("convolution_param { num_output: 4 kernel_size: 3 stride: 2 group: 2 " + XAVIER, (1, 4, 3, 3)),
     "InnerProduct": ("inner_product_param { num_output: 3 transpose: true " + XAVIER, (2, 3, 2, 2)),
     "PReLU": ("", (2, 3, 2, 2)),
