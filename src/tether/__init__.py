@@ -11,6 +11,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from tether.api import Result, Training, resume, run, start
+    from tether.caffe import CaffeTask
     from tether.errors import (
         InternalError,
         Interrupted,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 #: by module, its public names
 _PUBLIC = {
     "tether.api": ("Result", "Training", "resume", "run", "start"),
+    "tether.caffe": ("CaffeTask",),
     "tether.errors": (
         "InternalError",
         "Interrupted",
@@ -61,6 +63,7 @@ _PUBLIC = {
 
 __all__ = [
     "Averaging",
+    "CaffeTask",
     "Callback",
     "CsvLogger",
     "Elastic",

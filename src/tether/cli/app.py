@@ -54,6 +54,28 @@ def _function(module: str, name: str) -> Callable[..., None]:
 
 for _name, (_module, _line) in COMMANDS.items():
     defer(app, _name, _line, partial(_function, _module, _name))
+for _group, _help, _commands in (
+    (
+        "caffe",
+        "Look at nets of Caffe, and test trained weights.",
+        {
+            "summary": ("summary", "Show the layers of a net with their shapes, parameters and connections."),
+            "score": ("score", "Test trained weights on the data of a net."),
+        },
+    ),
+    (
+        "data",
+        "Convert data from and to LMDB.",
+        {
+            "to-lmdb": ("to_lmdb_command", "Write arrays of images and labels to an LMDB of Datum records."),
+            "from-lmdb": ("from_lmdb_command", "Read an LMDB of Datum records into arrays."),
+        },
+    ),
+):
+    _typer = typer.Typer(cls=Group, no_args_is_help=True, add_completion=False)
+    for _name, (_target, _line) in _commands.items():
+        defer(_typer, _name, _line, partial(_function, "caffe", _target))
+    app.add_typer(_typer, name=_group, help=_help)
 app.add_typer(benchmarks, name="bench", help="Measure something, as ratios that can be repeated.")
 
 

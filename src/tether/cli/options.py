@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
-TaskArgument = Annotated[str, typer.Argument(metavar="TASK", help="A built-in task, or file.py:Class.")]
+TaskArgument = Annotated[
+    str, typer.Argument(metavar="TASK", help="A built-in task, file.py:Class, or solver.prototxt.")
+]
 RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 RunOrUrlArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or the URL of its checkpoints.")]
 JsonOption = Annotated[

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from torch import Tensor
 
 from tether import api, protocols, tasks
+from tether.caffe import CaffeTask, Net
+from tether.caffe.weights import write_weights
 from tether.cli.build import given, protocol_class, runtime, split_settings
 from tether.cli.options import (
-    DataOption,
     EpochsOption,
     JsonOption,
     LatencyOption,
@@ -24,7 +26,6 @@ from tether.cli.options import (
     RunArgument,
     RunOrUrlArgument,
     SecondsOption,
-    SeedOption,
     SetOption,
     StepSecondsOption,
     StepsOption,
@@ -34,7 +35,7 @@ from tether.cli.options import (
 )
 from tether.cli.output import err, out, show_result
 from tether.core import settings
-from tether.errors import Interrupted
+from tether.errors import Interrupted, UsageError
 from tether.execution.callbacks import make_loggers
 from tether.runtimes.sim.faults import Faults
 
@@ -58,17 +59,30 @@ def train(
     ] = None,
     warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
     set_: SetOption = None,
-    seed: SeedOption = 0,
-    data: DataOption = None,
+    seed: Annotated[
+        int | None, typer.Option(help="All random numbers follow from it [0, or that of a Caffe solver].")
+    ] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            metavar="PATH",
+            help="The task's data: a folder or file; for a Caffe solver NAME=PATH, repeatable.",
+        ),
+    ] = None,
     weights: Annotated[
         Path | None,
-        typer.Option(help="Begin with the model in this .safetensors or .pt file, such as an exported one."),
+        typer.Option(
+            help="Begin with the model in this .safetensors or .pt file, or a .caffemodel for a Caffe solver."
+        ),
     ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
     as_json: JsonOption = False,
     log: LogOption = None,
     record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
-    evaluate_every: Annotated[float, typer.Option(help="Epochs between two evaluations.")] = 1.0,
+    evaluate_every: Annotated[
+        float | None, typer.Option(help="Epochs between two evaluations [1, or those of a Caffe solver].")
+    ] = None,
     checkpoint_seconds: Annotated[
         float, typer.Option(help="Time between two checkpoints. Use less to lose less when the machine fails.")
     ] = 30.0,
@@ -90,7 +104,14 @@ def train(
     protocol_settings, task_settings = split_settings(set_ or [], cls, task)
     chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
     options = protocols.make({**description, **chosen})
-    built = tasks.load(task, data=data, settings=task_settings)
+    path: Path | None = None
+    if tasks.is_solver(task):
+        task_settings |= {"sources": ",".join(data)} if data else {}
+    elif data is not None:
+        if len(data) > 1:
+            raise UsageError(f"--data is given {len(data)} times: task {task} has one folder or file of data")
+        path = Path(data[0])
+    built = tasks.load(task, data=path, settings=task_settings)
     only_sim = given(
         link=link,
         latency=latency,
@@ -98,11 +119,20 @@ def train(
         model_bytes=model_bytes,
         faults=Faults.load(faults) if faults else None,
     )
+    where = runtime(on, workers, master, options, only_sim)
+    defaults = built.run_defaults(where.workers) if isinstance(built, CaffeTask) else {}
+    if all(goal is None for goal in (epochs, steps, until, seconds, patience)):
+        steps = defaults.get("steps")
+    seed = defaults.get("seed", 0) if seed is None else seed
+    beginning: Path | dict[str, Tensor] | None = weights
+    if isinstance(built, CaffeTask) and weights is not None and weights.suffix == ".caffemodel":
+        beginning, loaded = built.with_weights(weights, seed)
+        err.print(f"{weights}: {loaded}", highlight=False, markup=False)
     with _result_when_interrupted(as_json):
         result = api.run(
             built,
             options,
-            runtime(on, workers, master, options, only_sim),
+            where,
             epochs=epochs,
             steps=steps,
             until=until,
@@ -111,15 +141,18 @@ def train(
             warmup=protocol_class(warmup)() if warmup else None,
             warmup_epochs=warmup_epochs,
             seed=seed,
-            weights=weights,
+            weights=beginning,
             run_dir=run_dir,
-            evaluate_every=evaluate_every,
+            evaluate_every=defaults.get("evaluate_every", 1.0) if evaluate_every is None else evaluate_every,
             checkpoint_seconds=checkpoint_seconds,
             checkpoints=checkpoints,
             record=record,
             callbacks=make_loggers(log or []),
-            task_spec={"spec": task, "data": data.absolute() if data else None, "settings": task_settings},
+            task_spec={"spec": task, "data": path.absolute() if path else None, "settings": task_settings},
         )
+    if isinstance(built, CaffeTask) and built.snapshot_name is not None:
+        assert isinstance(result.model, Net)
+        write_weights(result.model, Path(result.figures["run"], f"{built.snapshot_name}.caffemodel"))
     show_result(result, as_json)
 
 

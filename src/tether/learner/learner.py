@@ -25,7 +25,7 @@ from tether.errors import Diverged, TaskError, TetherError, UsageError
 from tether.learner.average import MovingAverage
 from tether.learner.clip import HALF, Clip, Scale
 from tether.learner.guard import Guard
-from tether.learner.optimizer import ELEMENTWISE, FlatRun, OptimizerSplit, adjusted, flatten
+from tether.learner.optimizer import FlatRun, OptimizerSplit, adjusted, flatten, is_elementwise
 from tether.learner.sparse import LARGE, sparse_embeddings
 from tether.task import (
     Callback,
@@ -115,7 +115,7 @@ class Learner:
                 f"{type(self.optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
                 "exchange: use an optimizer such as torch.optim.SGD or Adam"
             )
-        elementwise = type(self.optimizer) in ELEMENTWISE
+        elementwise = is_elementwise(self.optimizer)
         self._embeddings = sparse_embeddings(self.model, self.vector, self.optimizer, flat=elementwise)
         if self._device_replica is not None:
             self._device_replica.copy_sparse_flags(self.model)

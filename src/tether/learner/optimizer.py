@@ -26,6 +26,11 @@ ELEMENTWISE = {
 _FUSED_ON_CPU = {torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad}
 
 
+def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer treats every element alike: one of torch's, or one whose class says `elementwise = True`."""
+    return type(optimizer) in ELEMENTWISE or vars(type(optimizer)).get("elementwise") is True
+
+
 class FlatRun(nn.Parameter):
     """A run of the vector as an optimizer sees it: neighbouring parameters of one group, as one flat parameter."""
 
@@ -47,7 +52,7 @@ def flatten(
     Returns the runs, each of which needs its gradient before a step. Returns None, and changes nothing, if the
     optimizer is not elementwise.
     """
-    if type(optimizer) not in ELEMENTWISE:
+    if not is_elementwise(optimizer):
         return None
     positions = {
         id(parameter): (start, start + parameter.numel())

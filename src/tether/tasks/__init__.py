@@ -33,7 +33,7 @@ from tether.tasks.text import Text
 #: attributes of every task that have a plain value, and so need no parameter of the constructor
 ATTRIBUTES = ("batch_size", "accumulate", "clip_norm", "clip_value", "precision", "ema", "num_workers", "prefetch")
 
-__all__ = ["find", "known", "load", "not_while_importing", "options", "settable"]
+__all__ = ["find", "is_solver", "known", "load", "not_while_importing", "options", "settable"]
 
 
 def known() -> dict[str, type[Task]]:
@@ -49,16 +49,27 @@ def known() -> dict[str, type[Task]]:
 
 
 def load(spec: str, *, data: Path | None = None, settings: dict[str, str] | None = None) -> Task:
-    """The task called `spec`: a built-in name or path/to/file.py:ClassName.
+    """The task called `spec`: a built-in name, path/to/file.py:ClassName or solver.prototxt.
 
     `data` and `settings` become arguments of its constructor; the values of `settings` are converted to the annotated
     types of its parameters.
     """
+    if is_solver(spec):
+        settings = {**(settings or {}), "solver": spec}
     return _construct(spec, find(spec), data, settings or {})
+
+
+def is_solver(spec: str) -> bool:
+    """Whether a task is named by a solver file of Caffe."""
+    return spec.endswith((".prototxt", ".pbtxt"))
 
 
 def find(spec: str) -> type[Task]:
     """The class that `spec` names."""
+    if is_solver(spec):
+        from tether.caffe.task import CaffeTask
+
+        return CaffeTask
     if ":" in spec or spec.endswith(".py"):
         return _class_in_file(spec)
     if spec not in known():

@@ -1,0 +1,165 @@
+"""Trained weights: .caffemodel files, read into a net and written from one, and the histories in .solverstate files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tether.caffe.net import Net
+from tether.caffe.schema import V1_TYPES, enum_name, message
+from tether.errors import UsageError
+
+Array = np.ndarray[Any, np.dtype[np.float32]]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What became of the layers of a net when weights were loaded."""
+
+    loaded: tuple[str, ...]
+    fresh: tuple[str, ...]
+    #: layers of the file that the net does not have
+    unused: tuple[str, ...]
+
+    def __str__(self) -> str:
+        parts = [f"{len(self.loaded)} layers from the file"]
+        if self.fresh:
+            parts.append(f"fresh: {', '.join(self.fresh)}")
+        if self.unused:
+            parts.append(f"in the file only: {', '.join(self.unused)}")
+        return "; ".join(parts)
+
+
+def read_blobs(path: Path) -> dict[str, list[Array]]:
+    """The blobs of a .caffemodel, by layer. Layers without blobs are left out."""
+    net = parse_binary(path, "NetParameter")
+    found: dict[str, list[Array]] = {}
+    for layer in net.layer:
+        if layer.blobs:
+            found[layer.name] = [blob_array(blob, f"{path}: layer {layer.name!r}") for blob in layer.blobs]
+    for layer in net.layers:
+        if enum_name("LayerType", layer.type) not in V1_TYPES:
+            raise UsageError(
+                f"{path} is in Caffe's oldest format (V0): convert it with Caffe's upgrade_net_proto_binary first"
+            )
+        if layer.blobs:
+            found[layer.name] = [blob_array(blob, f"{path}: layer {layer.name!r}") for blob in layer.blobs]
+    if not found:
+        raise UsageError(f"{path} has no layer with weights: name a .caffemodel file that Caffe or Tether has written")
+    return found
+
+
+def parse_binary(path: Path, kind: str) -> Any:
+    """A message from a binary file; arrays of blobs are bytes."""
+    parsed = message(kind, raw=True)
+    from google.protobuf.message import DecodeError
+
+    try:
+        content = path.read_bytes()
+        if content[:4] == b"\x89HDF":
+            raise UsageError(f"{path} is an HDF5 file: have Caffe write it with snapshot_format BINARYPROTO")
+        parsed.ParseFromString(content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (DecodeError, RecursionError, ValueError):
+        raise UsageError(f"{path} is damaged, or is not a binary {kind} of Caffe") from None
+    return parsed
+
+
+def blob_shape(blob: Any) -> tuple[int, ...]:
+    """The shape of a blob; older ones always have four axes."""
+    if blob.HasField("shape"):
+        return tuple(int(length) for length in blob.shape.dim)
+    return (blob.num, blob.channels, blob.height, blob.width)
+
+
+def blob_array(blob: Any, what: str) -> Array:
+    """The values of a blob that was parsed with bytes for arrays."""
+    shape = blob_shape(blob)
+    singles, doubles = b"".join(blob.data), b"".join(blob.double_data)
+    count = 1
+    for length in shape:
+        count *= max(0, length)
+    for content, kind in ((singles, "<f4"), (doubles, "<f8")):
+        size = np.dtype(kind).itemsize
+        if content and len(content) == count * size:
+            return np.frombuffer(content, kind).astype(np.float32).reshape(shape)
+    if not singles and not doubles and count <= 1 << 16:
+        plain = message("BlobProto")  # numbers that are not packed are written one by one
+        plain.ParseFromString(blob.SerializeToString())
+        values = plain.data or plain.double_data
+        if len(values) == count:
+            return np.array(values, np.float32).reshape(shape)
+    raise UsageError(
+        f"{what} has a blob of shape {shape} with {len(singles) // 4 + len(doubles) // 8} values: the file is damaged"
+    )
+
+
+def write_blob(blob: Any, values: Tensor) -> None:
+    """Write values into a blob whose arrays are bytes."""
+    blob.shape.dim.extend(values.shape)
+    blob.data.append(values.detach().cpu().contiguous().numpy().astype("<f4").tobytes())
+
+
+def load_weights(net: Net, path: Path) -> Loaded:
+    """Copy the blobs of a .caffemodel into layers of the same name; other layers stay as they are."""
+    found = read_blobs(path)
+    by_layer: dict[str, list[Any]] = {}
+    for blob in net.blobs:
+        by_layer.setdefault(blob.layer, []).append(blob)
+    loaded = []
+    for name, blobs in by_layer.items():
+        if name not in found:
+            continue
+        arrays = found[name]
+        if len(arrays) != len(blobs):
+            raise UsageError(
+                f"{path}: layer {name!r} has {len(arrays)} blobs and that of the net {len(blobs)}: rename the layer in "
+                "the net to train it afresh"
+            )
+        for blob, array in zip(blobs, arrays, strict=True):
+            net.value(blob).copy_(torch.from_numpy(_fitted(array, blob.shape, f"{path}: layer {name!r}")))
+        loaded.append(name)
+    return Loaded(
+        tuple(loaded),
+        tuple(name for name in by_layer if name not in found),
+        tuple(name for name in found if name not in by_layer),
+    )
+
+
+def _fitted(array: Array, shape: tuple[int, ...], what: str) -> Array:
+    """The array in a shape that differs at most by the leading ones of older files, whose blobs have four axes."""
+    if array.shape == shape:
+        return array
+    four = (1,) * (4 - len(shape)) + shape
+    # a kernel of an older file may have its bias as (1, 1, 1, n), a row of an inner product as (1, 1, m, n)
+    if array.ndim == 4 and len(shape) <= 4 and array.shape == four:
+        return array.reshape(shape)
+    raise UsageError(
+        f"{what} has a blob of shape {array.shape} and that of the net {shape}: rename the layer in the net to train "
+        "it afresh, or use the net of the file"
+    )
+
+
+def write_weights(net: Net, path: Path) -> None:
+    """Write a .caffemodel with every layer of a net, which Caffe reads."""
+    out = message("NetParameter", raw=True)
+    out.name = net.title
+    for source in net.sources:
+        out.layer.add(name=source.name, type=source.type, top=source.tops)
+    by_module: dict[str, list[Any]] = {}
+    for blob in net.blobs:
+        by_module.setdefault(blob.module, []).append(blob)
+    for node in net.nodes:
+        layer = out.layer.add(name=node.name, type=node.type, bottom=node.bottoms, top=node.tops)
+        for blob in by_module.get(node.module, []):
+            write_blob(layer.blobs.add(), net.value(blob))
+    try:
+        path.write_bytes(out.SerializeToString())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None

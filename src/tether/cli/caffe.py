@@ -1,0 +1,151 @@
+"""`tether caffe` and `tether data`: nets, weights and data of Caffe."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.table import Table
+
+from tether.caffe.convert import from_lmdb, to_lmdb
+from tether.caffe.data import LmdbData
+from tether.caffe.net import Net
+from tether.caffe.reading import NetFile, State, read_net, state_of
+from tether.caffe.task import measure, open_feeds, parse_sources
+from tether.caffe.weights import load_weights
+from tether.cli.options import JsonOption
+from tether.cli.output import err, out
+from tether.errors import UsageError
+
+NetArgument = Annotated[Path, typer.Argument(metavar="NET", help="A net file.")]
+PhaseOption = Annotated[str, typer.Option(help="TRAIN or TEST.")]
+SourcesOption = Annotated[
+    list[str] | None, typer.Option("--data", metavar="NAME=PATH", help="Where the data of a layer is; may be repeated.")
+]
+
+
+def _state(source: NetFile, phase: str) -> State:
+    if phase.upper() not in ("TRAIN", "TEST"):
+        raise UsageError(f"phase is {phase!r}; it must be TRAIN or TEST")
+    return state_of(source.net, phase.upper())
+
+
+def summary(
+    net: NetArgument,
+    phase: PhaseOption = "TRAIN",
+    data: SourcesOption = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option("--input", metavar="TOP=N,C,H,W", help="The shape of a top of a data layer, without its data."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the layers of a net with their shapes, parameters and connections."""
+    source = read_net(net)
+    state = _state(source, phase)
+    built = Net(source, state, _shapes(source, state, data, inputs))
+    counts: dict[str, int] = {}
+    for blob in built.blobs:
+        counts[blob.module] = counts.get(blob.module, 0) + math.prod(blob.shape)
+    rows: list[dict[str, Any]] = [
+        {"layer": s.name, "type": s.type, "bottoms": [], "tops": list(s.tops), "shapes": s.shapes, "parameters": 0}
+        for s in built.sources
+    ]
+    rows += [
+        {
+            "layer": node.name,
+            "type": node.type,
+            "bottoms": list(node.bottoms),
+            "tops": list(node.tops),
+            "shapes": node.shapes,
+            "parameters": counts.get(node.module, 0),
+        }
+        for node in built.nodes
+    ]
+    if as_json:
+        print(json.dumps({"name": built.title, "layers": rows, "parameters": built.parameter_count}))
+        return
+    table = Table("layer", "type", "from", "to", "shape", "parameters")
+    for row in rows:
+        shapes = ", ".join("x".join(map(str, shape)) or "1" for shape in row["shapes"])
+        count = f"{row['parameters']:,}" if row["parameters"] else ""
+        table.add_row(row["layer"], row["type"], ", ".join(row["bottoms"]), ", ".join(row["tops"]), shapes, count)
+    out.print(table)
+    out.print(f"{built.title}: {built.parameter_count:,} parameters in phase {state.phase}", highlight=False)
+
+
+def _shapes(source: NetFile, state: State, data: list[str] | None, inputs: list[str] | None) -> dict[str, Any]:
+    """The shapes of data layers: from what the user says, or else from the data."""
+    given: dict[str, tuple[int, ...]] = {}
+    for text in inputs or []:
+        name, _, lengths = text.partition("=")
+        try:
+            given[name] = tuple(int(length) for length in lengths.split(","))
+        except ValueError:
+            raise UsageError(f"--input {text!r} is not understood; write it like --input data=64,3,32,32") from None
+    if not given:
+        return {feed.name: feed.shapes for feed in open_feeds(source, state, parse_sources(",".join(data or [])))}
+    # tops that are not named are labels, one for each sample
+    count = next(iter(given.values()))[:1]
+    return {spec.name: [given.get(top, count) for top in spec.top] for spec in source.net.layer if not spec.bottom}
+
+
+def score(
+    model: Annotated[Path, typer.Option(help="The net file.")],
+    weights: Annotated[Path, typer.Option(help="The .caffemodel file.")],
+    data: SourcesOption = None,
+    batches: Annotated[int | None, typer.Option(help="How many batches; all of the data unless given.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Test trained weights: print the outputs of a net in phase TEST, as means over the data."""
+    source = read_net(model)
+    state = _state(source, "TEST")
+    feeds = open_feeds(source, state, parse_sources(",".join(data or [])))
+    if not feeds:
+        raise UsageError(
+            f"{model} has no data layer in phase TEST, so there is nothing to test on: name a train_val file"
+        )
+    net = Net(source, state, {feed.name: feed.shapes for feed in feeds}).fill()
+    err.print(f"{weights}: {load_weights(net, weights)}", highlight=False, markup=False)
+    count = batches or max(1, math.ceil(len(feeds[0].data) / feeds[0].batch_size))
+    found = measure(net, feeds, count)
+    if as_json:
+        print(json.dumps({"batches": count, "metrics": found}))
+        return
+    for name, value in found.items():
+        out.print(f"{name}: {value:.6g}", highlight=False, markup=False)
+
+
+def to_lmdb_command(
+    file: Annotated[Path, typer.Argument(metavar="FILE.npz", help="An .npz file with images and labels.")],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The LMDB to write.")],
+    images: Annotated[str, typer.Option(help="The array of images (n, channels, height, width).")] = "data",
+    labels: Annotated[str, typer.Option(help="The array of labels.")] = "label",
+) -> None:
+    """Write arrays of images and labels to an LMDB of Datum records."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            if missing := [name for name in (images, labels) if name not in arrays]:
+                raise UsageError(f"{file} lacks the arrays {', '.join(missing)}; it has {', '.join(arrays)}")
+            values, classes = arrays[images], arrays[labels]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read as .npz: {error}") from None
+    with err.status("") as status:
+        count = to_lmdb(values, classes, folder, lambda done: status.update(f"{done} of {len(values)} records"))
+    out.print(f"{folder}: {count} records", highlight=False)
+
+
+def from_lmdb_command(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The LMDB to read.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE.npz", help="Where to: arrays data and label.")],
+) -> None:
+    """Read an LMDB of Datum records into arrays of images and labels."""
+    total = len(LmdbData(folder))
+    with err.status("") as status:
+        images, labels = from_lmdb(folder, lambda done: status.update(f"{done} of {total} records"))
+    np.savez_compressed(file, data=images, label=labels)
+    out.print(f"{file}: {len(images)} images of shape {images.shape[1:]}", highlight=False)

@@ -1,0 +1,409 @@
+"""Caffe files: layers against hand-computed values, solvers against formulas, nets against published sizes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tether import CaffeTask, Elastic, Server, Sim, Single, UsageError, run
+from tether.caffe.convert import from_lmdb, to_lmdb
+from tether.caffe.data import Transform, decode_datum
+from tether.caffe.net import Net
+from tether.caffe.reading import read_net, state_of
+from tether.caffe.schema import message
+from tether.caffe.solver import CaffeSolver, Policy
+from tether.caffe.weights import load_weights, write_weights
+from tether.execution.progress import make_progress
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "caffe"
+QUIET = make_progress(quiet=True)
+
+
+def net_of(folder: Path, text: str, phase: str = "TRAIN", **shapes: Any) -> Net:
+    path = folder / "net.prototxt"
+    path.write_text(text)
+    source = read_net(path)
+    return Net(source, state_of(source.net, phase), shapes).fill()
+
+
+def one_layer(folder: Path, kind: str, more: str, *inputs: Tensor, phase: str = "TRAIN", tops: int = 1) -> Net:
+    """A net of one layer between inputs and tops."""
+    text = "".join(
+        f'layer {{ name: "in{i}" type: "Input" top: "in{i}" input_param {{ shape {{ '
+        f"{' '.join(f'dim: {n}' for n in value.shape)} }} }} }}\n"
+        for i, value in enumerate(inputs)
+    )
+    bottoms = " ".join(f'bottom: "in{i}"' for i in range(len(inputs)))
+    names = " ".join(f'top: "out{i}"' for i in range(tops))
+    return net_of(folder, f'{text}layer {{ name: "it" type: "{kind}" {bottoms} {names} {more} }}', phase)
+
+
+def result(folder: Path, kind: str, more: str, *inputs: Tensor, phase: str = "TRAIN") -> Tensor:
+    net = one_layer(folder, kind, more, *inputs, phase=phase)
+    return net.compute({f"in{i}": value for i, value in enumerate(inputs)})["out0"]
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel", "stride", "pad"), [(7, 3, 2, 0), (8, 3, 2, 0), (7, 3, 2, 1), (6, 2, 3, 1), (9, 4, 3, 2)]
+)
+@pytest.mark.parametrize("method", ["MAX", "AVE"])
+def test_pooling_equals_a_loop_over_caffes_windows(
+    tmp_path: Path, size: int, kernel: int, stride: int, pad: int, method: str
+) -> None:
+    x = torch.randn(2, 3, size, size + 1, generator=torch.Generator().manual_seed(0))
+    found = result(
+        tmp_path, "Pooling", f"pooling_param {{ pool: {method} kernel_size: {kernel} stride: {stride} pad: {pad} }}", x
+    )
+    counts = []
+    for length in x.shape[2:]:
+        count = math.ceil((length + 2 * pad - kernel) / stride) + 1
+        counts.append(count - 1 if pad and (count - 1) * stride >= length + pad else count)
+    assert list(found.shape[2:]) == counts
+    for i in range(counts[0]):
+        for j in range(counts[1]):
+            top, left = i * stride - pad, j * stride - pad
+            bottom, right = min(top + kernel, x.shape[2] + pad), min(left + kernel, x.shape[3] + pad)
+            window = x[:, :, max(top, 0) : min(bottom, x.shape[2]), max(left, 0) : min(right, x.shape[3])].flatten(2)
+            expected = window.amax(2) if method == "MAX" else window.sum(2) / ((bottom - top) * (right - left))
+            torch.testing.assert_close(found[:, :, i, j], expected)
+
+
+def test_lrn_divides_by_a_power_of_the_mean_square_around(tmp_path: Path) -> None:
+    x = torch.randn(1, 7, 5, 5, generator=torch.Generator().manual_seed(1))
+    across = result(tmp_path, "LRN", "lrn_param { local_size: 5 alpha: 0.5 beta: 0.75 k: 2 }", x)
+    for c in range(7):
+        total = x[:, max(0, c - 2) : c + 3].square().sum(1)
+        torch.testing.assert_close(across[:, c], x[:, c] * (2 + 0.1 * total) ** -0.75)
+    within = result(tmp_path, "LRN", "lrn_param { local_size: 3 alpha: 0.9 beta: 0.5 norm_region: WITHIN_CHANNEL }", x)
+    assert within[0, 0, 0, 0].item() == pytest.approx(
+        (x[0, 0, 0, 0] * (1 + 0.1 * x[0, 0, :2, :2].square().sum()) ** -0.5).item(), rel=1e-5
+    )
+
+
+def test_batch_norm_keeps_sums_with_a_common_factor(tmp_path: Path) -> None:
+    x = torch.randn(6, 2, 3, 3, generator=torch.Generator().manual_seed(2)) * 3 + 1
+    net = one_layer(tmp_path, "BatchNorm", "batch_norm_param { moving_average_fraction: 0.9 }", x)
+    for _ in range(2):
+        out = net.compute({"in0": x})["out0"]
+    assert out.mean((0, 2, 3)).abs().max() < 1e-5
+    mean, variance, factor = (net.value(blob) for blob in net.blobs)
+    torch.testing.assert_close(factor, torch.tensor([1.9]))
+    torch.testing.assert_close(mean / factor, x.mean((0, 2, 3)))
+    torch.testing.assert_close(variance / factor, x.transpose(0, 1).flatten(1).var(1))
+    tested = net.eval().compute({"in0": x})["out0"]
+    expected = (x - x.mean((0, 2, 3), keepdim=True)) / (
+        x.transpose(0, 1).flatten(1).var(1).view(1, 2, 1, 1) + 1e-5
+    ).sqrt()
+    torch.testing.assert_close(tested, expected)
+
+
+def test_losses_have_caffes_normalizers(tmp_path: Path) -> None:
+    scores = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(3))
+    labels = torch.tensor([[0.0, 1, 2, 255], [2, 2, 1, 0]])
+    logs = scores.log_softmax(1)
+    total = -sum(logs[n, int(labels[n, i]), i] for n in range(2) for i in range(4) if labels[n, i] != 255)
+    for mode, divisor in {"VALID": 7, "FULL": 8, "BATCH_SIZE": 2, "NONE": 1}.items():
+        found = result(
+            tmp_path, "SoftmaxWithLoss", f"loss_param {{ ignore_label: 255 normalization: {mode} }}", scores, labels
+        )
+        assert found.item() == pytest.approx(total.item() / divisor, rel=1e-5)  # type: ignore[union-attr]
+    a, b = scores.flatten(1), scores.flatten(1).flip(0)
+    assert result(tmp_path, "EuclideanLoss", "", a, b).item() == pytest.approx(
+        ((a - b) ** 2).sum().item() / 4, rel=1e-5
+    )
+    bce = torch.nn.functional.binary_cross_entropy_with_logits(a, (b > 0).float(), reduction="sum").item()
+    assert result(tmp_path, "SigmoidCrossEntropyLoss", "", a, (b > 0).float()).item() == pytest.approx(
+        bce / 2, rel=1e-5
+    )
+
+
+def test_accuracy_counts_ties_against_the_right_class_and_knows_top_k(tmp_path: Path) -> None:
+    scores = torch.tensor([[1.0, 1, 0], [3, 2, 1], [0, 1, 2]])
+    labels = torch.tensor([0.0, 1, 2])
+    assert result(tmp_path, "Accuracy", "", scores, labels).item() == pytest.approx(1 / 3)
+    assert result(tmp_path, "Accuracy", "accuracy_param { top_k: 2 }", scores, labels).item() == 1
+
+
+XAVIER = 'weight_filler { type: "xavier" } }'
+GRADIENTS = {
+    "Convolution": ("convolution_param { num_output: 4 kernel_size: 3 pad: 1 group: 2 " + XAVIER, (2, 4, 5, 5)),
+    "Deconvolution": ("convolution_param { num_output: 4 kernel_size: 3 stride: 2 group: 2 " + XAVIER, (1, 4, 3, 3)),
+    "InnerProduct": ("inner_product_param { num_output: 3 transpose: true " + XAVIER, (2, 3, 2, 2)),
+    "PReLU": ("", (2, 3, 2, 2)),
+    "ELU": ("elu_param { alpha: 0.5 }", (2, 5)),
+    "BNLL": ("", (2, 5)),
+    "Power": ("power_param { power: 2 scale: 0.5 shift: 3 }", (2, 5)),
+    "Exp": ("exp_param { base: 2 scale: 0.5 shift: 0.1 }", (2, 5)),
+    "Log": ("log_param { base: 10 scale: 0.1 shift: 9 }", (2, 5)),
+    "LRN": ("lrn_param { local_size: 3 }", (1, 5, 2, 2)),
+    "BatchNorm": ("", (4, 2, 3, 3)),
+    "Scale": ("scale_param { bias_term: true }", (2, 3, 2, 2)),
+    "MVN": ("", (2, 2, 3, 3)),
+    "Reduction": ("reduction_param { operation: SUMSQ axis: 1 coeff: 0.5 }", (2, 3, 2)),
+    "Tile": ("tile_param { axis: 1 tiles: 3 }", (2, 2)),
+    "Softmax": ("", (2, 4, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_of_a_layer_equal_numerical_ones(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(4)
+    more, shape = GRADIENTS[kind]
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    net = one_layer(tmp_path, kind, more, x).double()
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    assert torch.autograd.gradcheck(lambda value, *_: net.compute({"in0": value})["out0"], (x, *parameters), atol=1e-4)
+
+
+def test_an_lstm_equals_torchs_cell_and_forgets_where_a_sequence_begins(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    x, cont = torch.randn(4, 2, 3), torch.tensor([[0.0, 0], [1, 1], [1, 0], [1, 1]])
+    net = one_layer(tmp_path, "LSTM", 'recurrent_param { num_output: 5 weight_filler { type: "xavier" } }', x, cont)
+    found = net.compute({"in0": x, "in1": cont})["out0"]
+    w, b, u = (net.value(blob) for blob in net.blobs)
+    order = torch.cat([torch.arange(5), torch.arange(5, 10), torch.arange(15, 20), torch.arange(10, 15)])
+    h = c = torch.zeros(2, 5)
+    for t in range(4):
+        gates = (x[t] @ w.t() + b + (h * cont[t, :, None]) @ u.t())[:, order]
+        i, f, g, o = gates.chunk(4, 1)
+        c = f.sigmoid() * c * cont[t, :, None] + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        torch.testing.assert_close(found[t], h)
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"])
+def test_a_solver_follows_caffes_formula_over_a_change_of_the_rate(kind: str) -> None:
+    generator = np.random.default_rng(6)
+    w = generator.normal(size=5)
+    parameter = torch.nn.Parameter(torch.tensor(w))
+    solver = CaffeSolver([parameter], 0.1, type=kind, momentum=0.9, delta=1e-3, rms_decay=0.8, weight_decay=0.01)
+    h, k = np.zeros(5), np.zeros(5)
+    for t in range(1, 7):
+        solver.param_groups[0]["lr"] = rate = 0.1 if t < 4 else 0.01
+        raw = generator.normal(size=5)
+        parameter.grad = torch.tensor(raw)
+        solver.step()
+        g = raw + 0.01 * w
+        match kind:
+            case "SGD":
+                h = 0.9 * h + rate * g
+                w = w - h
+            case "Nesterov":
+                before, h = h, 0.9 * h + rate * g
+                w = w - (1.9 * h - 0.9 * before)
+            case "AdaGrad":
+                h = h + g * g
+                w = w - rate * g / (np.sqrt(h) + 1e-3)
+            case "RMSProp":
+                h = 0.8 * h + 0.2 * g * g
+                w = w - rate * g / (np.sqrt(h) + 1e-3)
+            case "AdaDelta":
+                h = 0.9 * h + 0.1 * g * g
+                u = g * np.sqrt((k + 1e-3) / (h + 1e-3))
+                k = 0.9 * k + 0.1 * u * u
+                w = w - rate * u
+            case "Adam":
+                h, k = 0.9 * h + 0.1 * g, 0.999 * k + 0.001 * g * g
+                w = w - rate * math.sqrt(1 - 0.999**t) / (1 - 0.9**t) * h / (np.sqrt(k) + 1e-3)
+        np.testing.assert_allclose(parameter.detach().numpy(), w, rtol=1e-9)
+
+
+def test_policies_have_caffes_rates() -> None:
+    def rate(name: str, iteration: int) -> float:
+        return Policy(name, 0.5, 0.1, 0.75, 10, (5, 20), 100).rate(iteration)
+
+    assert (
+        rate("fixed", 50) == 0.5 and rate("step", 25) == pytest.approx(0.005) and rate("exp", 2) == pytest.approx(0.005)
+    )
+    assert rate("inv", 30) == pytest.approx(0.5 * 4**-0.75) and rate("poly", 50) == pytest.approx(0.5 * 0.5**0.75)
+    assert [rate("multistep", i) for i in (4, 5, 20)] == pytest.approx([0.5, 0.05, 0.005])
+    assert rate("sigmoid", 10) == pytest.approx(0.25)
+
+
+SIZES = {
+    "lenet": ((64, 1, 28, 28), 431_080),
+    "cifar10_quick": ((100, 3, 32, 32), 145_578),
+    "cifar10_full": ((100, 3, 32, 32), 89_578),
+    "alexnet": ((2, 3, 227, 227), 60_965_224),
+    "vgg_a": ((1, 3, 224, 224), 132_863_336),
+    "vgg16": ((1, 3, 224, 224), 138_357_544),
+    "googlenet": ((1, 3, 224, 224), 13_378_280),
+    "squeezenet": ((1, 3, 227, 227), 1_235_496),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_well_known_net_has_its_published_number_of_parameters(name: str) -> None:
+    shape, count = SIZES[name]
+    source = read_net(EXAMPLES / f"{name}_train_test.prototxt")
+    data = source.net.layer[0].name
+    net = Net(source, state_of(source.net, "TRAIN"), {data: [shape, shape[:1]]})
+    assert net.parameter_count == count and all(p.is_meta for p in net.parameters())
+    losses = [weight for node in net.nodes for weight in node.loss_weights if weight]
+    assert losses == ([pytest.approx(0.3), pytest.approx(0.3), 1.0] if name == "googlenet" else [1.0])
+
+
+def test_the_definitions_are_what_their_script_writes() -> None:
+    spec = importlib.util.spec_from_file_location("make_nets", EXAMPLES / "make_nets.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for name, make in module.NETS.items():
+        assert (EXAMPLES / f"{name}_train_test.prototxt").read_text() == make()
+
+
+@pytest.fixture
+def solver(tmp_path: Path) -> Path:
+    """A small solver with its data, which tells bright pictures from dark ones."""
+    generator = np.random.default_rng(7)
+    for part, count in (("train", 200), ("test", 40)):
+        labels = generator.integers(0, 2, count)
+        images = (generator.integers(0, 128, (count, 1, 6, 6)) + 127 * labels[:, None, None, None]).astype(np.uint8)
+        to_lmdb(images, labels, tmp_path / f"{part}_lmdb")
+    (tmp_path / "net.prototxt").write_text(
+        """name: "small"
+layers { name: "d" type: DATA top: "data" top: "label" data_param { source: "train_lmdb" batch_size: 10 backend: LMDB
+  scale: 0.00390625 } include { phase: TRAIN } }
+layers { name: "d" type: DATA top: "data" top: "label" data_param { source: "test_lmdb" batch_size: 20 backend: LMDB
+  scale: 0.00390625 } include { phase: TEST } }
+layers { name: "ip" type: INNER_PRODUCT bottom: "data" top: "ip" blobs_lr: 1 blobs_lr: 2 weight_decay: 1 weight_decay: 0
+  inner_product_param { num_output: 2 weight_filler { type: "xavier" } } }
+layers { name: "accuracy" type: ACCURACY bottom: "ip" bottom: "label" top: "accuracy" include { phase: TEST } }
+layers { name: "loss" type: SOFTMAX_LOSS bottom: "ip" bottom: "label" top: "loss" }
+"""
+    )
+    path = tmp_path / "solver.prototxt"
+    path.write_text(
+        'net: "net.prototxt" test_iter: 2 test_interval: 20 base_lr: 0.2 momentum: 0.9 weight_decay: 0.001 '
+        'lr_policy: "step" gamma: 0.5 stepsize: 30 max_iter: 60 solver_type: NESTEROV'
+    )
+    return path
+
+
+@pytest.mark.parametrize("protocol", [Single(), Elastic(), Server(sync="hard")])
+def test_a_solver_trains_under_protocols_that_step_at_workers_and_at_the_hub(
+    tmp_path: Path, solver: Path, protocol: Any
+) -> None:
+    workers = protocol.workers_max or 2
+    task = CaffeTask(solver)
+    assert (task.batch_size, task.run_defaults(workers)["steps"]) == (10, 60)
+    found = run(task, protocol, Sim(workers=workers), steps=60, run_dir=tmp_path / "run", progress=QUIET)
+    assert found.metrics["accuracy"] > 0.9 and found.metrics["error"] == pytest.approx(1 - found.metrics["accuracy"])
+    write_weights(found.model, tmp_path / "a.caffemodel")
+    state, loaded = task.with_weights(tmp_path / "a.caffemodel", 0)
+    assert loaded.loaded == ("ip",) and not loaded.fresh
+    for name, value in found.model.state_dict().items():
+        torch.testing.assert_close(state[name], value)
+
+
+def test_weights_of_older_files_have_four_axes(tmp_path: Path) -> None:
+    net = one_layer(tmp_path, "InnerProduct", "inner_product_param { num_output: 2 }", torch.zeros(1, 3))
+    old = message("NetParameter")
+    layer = old.layers.add(name="it", type=14)
+    layer.blobs.add(num=1, channels=1, height=2, width=3).data.extend(range(6))
+    layer.blobs.add(num=1, channels=1, height=1, width=2).data.extend([7, 8])
+    (tmp_path / "old.caffemodel").write_bytes(old.SerializeToString())
+    load_weights(net, tmp_path / "old.caffemodel")
+    assert net.value(net.blobs[0]).tolist() == [[0, 1, 2], [3, 4, 5]] and net.value(net.blobs[1]).tolist() == [7, 8]
+
+
+def test_shared_parameters_are_one_tensor_and_an_unknown_layer_is_named_with_its_line(tmp_path: Path) -> None:
+    layers = "\n".join(
+        f'layer {{ name: "{n}" type: "InnerProduct" bottom: "data" top: "{n}" param {{ name: "w" }} '
+        "inner_product_param { num_output: 2 bias_term: false } }"
+        for n in "ab"
+    )
+    text = f'input: "data" input_dim: 1 input_dim: 2 input_dim: 1 input_dim: 1\n{layers}\n'
+    net = net_of(tmp_path, text)
+    assert net.parameter_count == 4 and len(list(net.parameters())) == 1
+    with pytest.raises(UsageError, match=r"net.prototxt:4: layer 'x' \(Magic\): this type is not supported"):
+        net_of(tmp_path, text + 'layer { name: "x" type: "Magic" bottom: "data" top: "x" }')
+    with pytest.raises(UsageError, match=r'net.prototxt:2:\d+: .*no field named "nme"'):
+        net_of(tmp_path, '\nlayer { nme: "x" }')
+
+
+def test_images_are_blue_green_red_and_are_transformed_as_in_caffe(tmp_path: Path) -> None:
+    import io
+
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (3, 2), (10, 20, 30)).save(file, "PNG")
+    datum = message("Datum")
+    datum.data, datum.encoded, datum.label = file.getvalue(), True, 4
+    image, label = decode_datum(datum.SerializeToString(), "it")
+    assert image.shape == (3, 2, 3) and image[:, 0, 0].tolist() == [30, 20, 10] and label == 4
+    values = torch.arange(16.0).view(1, 1, 4, 4)
+    cut = Transform(scale=0.5, crop=2, mean_values=(1.0,))(values)
+    assert cut.flatten().tolist() == [2.0, 2.5, 4.0, 4.5]
+    images = np.arange(48, dtype=np.uint8).reshape(4, 3, 2, 2)
+    to_lmdb(images, np.arange(4), tmp_path / "db")
+    back, labels = from_lmdb(tmp_path / "db")
+    assert (back == images).all() and labels.tolist() == [0, 1, 2, 3]
+
+
+def test_fillers_have_their_statistics(tmp_path: Path) -> None:
+    torch.manual_seed(8)
+    for filler, deviation in {"xavier": math.sqrt(1 / 300), "msra": math.sqrt(2 / 300)}.items():
+        more = f'inner_product_param {{ num_output: 500 weight_filler {{ type: "{filler}" }} }}'
+        weight = one_layer(tmp_path, "InnerProduct", more, torch.zeros(1, 300)).state_dict()["layers.it.weight"]
+        assert weight.std().item() == pytest.approx(deviation, rel=0.02) and abs(weight.mean().item()) < 1e-3
+    more = 'inner_product_param { num_output: 5 weight_filler { type: "positive_unitball" } }'
+    rows = one_layer(tmp_path, "InnerProduct", more, torch.zeros(1, 9)).state_dict()["layers.it.weight"]
+    torch.testing.assert_close(rows.sum(1), torch.ones(5))
+
+
+def mutations(folder: Path, count: int) -> None:
+    """Mutated nets, weights and records: every one is read, or refused with a clear error."""
+    chance = random.Random(9)
+    texts = [(EXAMPLES / f"{n}_train_test.prototxt").read_bytes() for n in ("lenet", "squeezenet", "siamese")]
+    net = one_layer(folder, "InnerProduct", "inner_product_param { num_output: 2 }", torch.zeros(1, 3))
+    write_weights(net, folder / "w.caffemodel")
+    datum = message("Datum")
+    datum.channels, datum.height, datum.width, datum.data = 1, 2, 2, b"abcd"
+    seeds = [*texts, (folder / "w.caffemodel").read_bytes(), datum.SerializeToString()]
+    for _ in range(count):
+        kind = chance.randrange(5)
+        content = bytearray(seeds[kind])
+        for _ in range(chance.randint(1, 4)):
+            place = chance.randrange(len(content))
+            match chance.randrange(4):
+                case 0:
+                    content[place] = chance.randrange(256)
+                case 1:
+                    del content[place : place + chance.randint(1, 30)]
+                case 2:
+                    content[place:place] = content[place : place + chance.randint(1, 60)]
+                case _:
+                    content[place:place] = chance.choice([b"9", b"-", b"{", b"}", b"0", b'"', b"\xff", b"999999"])
+            content = content or bytearray(b" ")
+        try:
+            if kind == 4:
+                decode_datum(bytes(content), "it")
+            elif kind == 3:
+                (folder / "m.caffemodel").write_bytes(content)
+                load_weights(net, folder / "m.caffemodel")
+            else:
+                (folder / "m.prototxt").write_bytes(content)
+                source = read_net(folder / "m.prototxt")
+                shapes = {layer.name: [(2, 2, 64, 64), (2,)] for layer in source.net.layer if not layer.bottom}
+                Net(source, state_of(source.net, "TRAIN"), shapes)
+        except UsageError as error:
+            assert str(error)
+
+
+def test_mutated_files_are_read_or_refused_with_a_clear_error(tmp_path: Path) -> None:
+    mutations(tmp_path, 150)
+
+
+@pytest.mark.slow
+def test_twenty_thousand_mutated_files_are_read_or_refused_with_a_clear_error(tmp_path: Path) -> None:
+    mutations(tmp_path, 20_000)
