@@ -221,9 +221,13 @@ class TextClassifier:
 
     def classify(self, texts: Sequence[str]) -> list[tuple[str, float]]:
         """For each text, the most likely label and its probability."""
+        return [(self.labels[int(row.argmax())], float(row.max())) for row in self.probabilities(texts)]
+
+    def probabilities(self, texts: Sequence[str]) -> Tensor:
+        """A row for each text, with the probability of each of `labels`."""
         with torch.no_grad():
-            scores = self._model(encode(texts, self._words, self._length)).softmax(1)
-        return [(self.labels[int(row.argmax())], float(row.max())) for row in scores]
+            scores: Tensor = self._model(encode(texts, self._words, self._length)).softmax(1)
+        return scores
 
 
 def tokens(text: str) -> list[str]:
