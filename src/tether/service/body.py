@@ -108,7 +108,9 @@ class _Parts:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         name = options.get(b"name", b"").decode("utf-8", "replace")
         if not name or name in self.found:
-            raise Problem(400, f"The multipart body has {'two parts' if name else 'a part without a name'} {name}".strip())
+            raise Problem(
+                400, f"The multipart body has {'two parts' if name else 'a part without a name'} {name}".strip()
+            )
         self._data = self.found[name] = bytearray()
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
