@@ -49,7 +49,7 @@ _SECURITY = {
 
 
 class Door:
-    """Around everything: the paths that clients put before /v1, headers of every answer, and requests of other sites."""
+    """Around everything: what clients put before /v1, headers of every answer, and requests of other sites."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app

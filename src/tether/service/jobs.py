@@ -124,7 +124,7 @@ class Jobs:
     def _dispatch(self) -> None:
         while True:
             with self._changed:
-                if self._spare is None and not self._closed:
+                if self._spare is None and not self._closed and not (self._queue or self._running):
                     self._spare = _spawn()
                 self._changed.wait_for(
                     lambda: self._closed or (self._queue and len(self._running) < self._settings.jobs_at_once)

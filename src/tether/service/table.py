@@ -1,8 +1,8 @@
 """The CSV of an upload: rows of a text and its classes, and line and column of everything that is wrong in it.
 
 The form is that of the original service: UTF-8 without a header, `text,class[,class...]`; quotes around a value with
-commas or quotes, which are doubled inside; no tabs, line ends or NUL inside a value, but the escapes \\t, \\n and \\r in
-a text. Lines end with LF, CRLF or CR. A byte order mark, blank lines and a missing last line end are accepted.
+commas or quotes, which are doubled inside; no tabs, line ends or NUL inside a value, but the escapes \\t, \\n and \\r
+in a text. Lines end with LF, CRLF or CR. A byte order mark, blank lines and a missing last line end are accepted.
 """
 
 from __future__ import annotations

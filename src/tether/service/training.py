@@ -48,7 +48,7 @@ TRAIN, TEST, ROWS, RUN, PROGRESS, STOP, RESULT = (
 _HELD_OUT = 0.1
 #: wrongly classified rows and confidences that are kept
 _KEPT_MAX = 5_000
-_NICENESS = 10
+_NICENESS = 5
 
 
 def write_rows(folder: Path, rows: Sequence[Row]) -> None:
@@ -99,6 +99,8 @@ class _Progress(Callback):
 
     def __init__(self, file: Path) -> None:
         self._file = file
+        #: samples of the longest training; most end sooner
+        self.samples_max = 0.0
         self._began = time.monotonic()
         self._written = 0.0
         self._loss: float | None = None
@@ -116,7 +118,18 @@ class _Progress(Callback):
         if time.monotonic() - self._written < 0.1:
             return
         self._written = time.monotonic()
-        self.write(phase="training", step=step, samples=samples, metrics=metrics, training_loss=self._loss)
+        share = min(1.0, samples / self.samples_max) if self.samples_max else None
+        seconds = time.monotonic() - self._began
+        left = seconds * (1 - share) / share if share else None
+        self.write(
+            phase="training",
+            share=share,
+            seconds_left=left,
+            step=step,
+            samples=samples,
+            metrics=metrics,
+            training_loss=self._loss,
+        )
 
 
 def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
@@ -133,6 +146,7 @@ def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
         return "time is up" if time.monotonic() - began > seconds_max else None
 
     task = make_task(folder / TRAIN, folder / TEST)
+    progress.samples_max = float(task.epochs * len(task.train_data()))
     run_dir = folder / RUN
     result = _resumed(run_dir, task, progress) if (run_dir / "checkpoints").is_dir() else None
     if result is None:
