@@ -30,7 +30,7 @@ class Access:
         self._store = store
         self._settings = settings
         self._secret = bytes.fromhex(store.secret("token"))
-        self._keys = {key["id"]: key for key in store.keys()}
+        self._keys = {key["id"]: key for key in store.keys(None)}
         self._requests = Rate(settings.requests_per_minute)
         self._failures = Rate(settings.failures_per_minute)
 
