@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 import zipfile
@@ -209,7 +208,8 @@ class Served:
         self, data: str, metadata: str = '{"language": "en", "name": "weather"}', **headers: str
     ) -> tuple[int, Any]:
         body = (
-            f'--b\r\nContent-Disposition: form-data; name="training_metadata"; filename="filename"\r\n\r\n{metadata}\r\n'
+            f'--b\r\nContent-Disposition: form-data; name="training_metadata"; filename="filename"\r\n\r\n{metadata}'
+            "\r\n"
             f'--b\r\nContent-Disposition: form-data; name="training_data"\r\n\r\n{data}\r\n--b--\r\n'
         ).encode()
         if headers.get("Content_Encoding") == "gzip":
@@ -252,6 +252,11 @@ def trained(service: Served) -> str:
     return name
 
 
+def passed(printed: str) -> list[str]:
+    """Without the SDK's notices that the service is retired."""
+    return [line for line in printed.splitlines() if line.endswith("passed")]
+
+
 PYTHON_SDK, NODE_SDK = ROOT / ".venv/watson/bin/python", ROOT / ".venv/node"
 
 
@@ -259,7 +264,7 @@ PYTHON_SDK, NODE_SDK = ROOT / ".venv/watson/bin/python", ROOT / ".venv/node"
 def test_ibms_python_sdk_passes_all_calls_with_every_way_to_authenticate(service: Served, csv_file: Path) -> None:
     command = [str(PYTHON_SDK), str(ROOT / "tests/watson.py"), service.url, service.key, str(csv_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.stdout.split() == ["basic", "passed", "bearer", "passed", "iam", "passed"], done.stderr
+    assert passed(done.stdout) == ["basic passed", "bearer passed", "iam passed"], done.stderr
 
 
 @pytest.mark.skipif(
@@ -269,7 +274,7 @@ def test_ibms_python_sdk_passes_all_calls_with_every_way_to_authenticate(service
 def test_ibms_node_sdk_passes_all_calls_with_every_way_to_authenticate(service: Served, csv_file: Path) -> None:
     command = ["node", str(ROOT / "tests/watson.js"), str(NODE_SDK), service.url, service.key, str(csv_file)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.stdout.split() == ["basic", "passed", "bearer", "passed", "iam", "passed"], done.stderr
+    assert passed(done.stdout) == ["basic passed", "bearer passed", "iam passed"], done.stderr
 
 
 def test_errors_have_the_shape_that_clients_show(service: Served, trained: str) -> None:

@@ -127,7 +127,7 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
     """The application of one service."""
     models = Models(jobs, settings.loaded_max)
     app = FastAPI(title="Tether", version="1", docs_url=None, redoc_url=None)
-    any_error = {"default": {"description": "an error: code, error and description"}}
+    any_error: dict[int | str, dict[str, Any]] = {"default": {"description": "an error: code, error and description"}}
 
     @app.exception_handler(Problem)
     async def refused(request: Request, problem: Problem) -> Response:

@@ -145,8 +145,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _row(line: str, number: int, table: Table, settings: Settings) -> Row | None:
     """The row in a line, or None where it has a mistake, which is added to the table."""
 
-    def wrong(column: int, message: str, kind: str = MALFORMED) -> None:
+    def wrong(column: int, message: str, kind: str = MALFORMED) -> Row | None:
         table.add_mistake(Mistake(number, column, kind, message))
+        return None
 
     forbidden = _FORBIDDEN.search(line)
     if forbidden is not None:

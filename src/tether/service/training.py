@@ -197,7 +197,7 @@ def measure(
     for (actual, found), number in counts.items():
         actual_rows[actual] += number
         found_rows[found] += number
-    classes_figures = []
+    classes_figures: list[dict[str, Any]] = []
     for name in names:
         hits = counts[name, name]
         precision = hits / found_rows[name] if found_rows[name] else 0.0
@@ -206,7 +206,7 @@ def measure(
         classes_figures.append(
             {"class_name": name, "precision": precision, "recall": recall, "f1": f1, "rows": actual_rows[name]}
         )
-    measured = [entry["f1"] for entry in classes_figures if entry["rows"]]
+    measured = [float(entry["f1"]) for entry in classes_figures if entry["rows"]]
     return {
         "held_out_rows": len(rows),
         "accuracy": sum(right for _, right in confidences) / len(rows) if rows else None,
