@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from tether import api
-from tether.tasks.text import Text, TextClassifier
+from tether.tasks.text import Classifier, Text
 
 
 def make_task(train: Path, test: Path) -> Text:
@@ -18,14 +17,10 @@ class Model:
     """A trained classifier, loaded from its run directory."""
 
     def __init__(self, run_dir: Path) -> None:
-        tensors, files = api.trained_model(run_dir)
-        self._classifier = TextClassifier(files, tensors)
+        self._classifier = Classifier.load(run_dir)
         self.labels = self._classifier.labels
 
     def classify(self, texts: Sequence[str], top: int = 10) -> list[list[tuple[str, float]]]:
         """For each text the `top` most likely classes with their probabilities, descending."""
-        best = self._classifier.probabilities(texts).topk(min(top, len(self.labels)))
-        return [
-            [(self.labels[index], value) for index, value in zip(indices, values, strict=True)]
-            for indices, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        ]
+        found = self._classifier.classify(texts, top=top)
+        return [[(answer.label, answer.probability) for answer in answers] for answers in found]
