@@ -385,7 +385,7 @@ def test_the_page_uploads_trains_classifies_and_deletes(service: Served, csv_fil
         page.press("#try-text", "Enter")
         assert page.inner_text("#answer tbody td >> nth=0") == "temperature"
         page.click("button[aria-label='Delete in the browser version 1']")
-        page.wait_for_selector("#detail", state="hidden")
-        assert "in the browser" not in page.inner_text("#list")
+        page.wait_for_selector("#list td:has-text('in the browser')", state="detached")
+        assert page.is_hidden("#detail")
         assert not faults
         browser.close()
