@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+WATSON := $(VENV)/.watson
 
 .PHONY: demo test test-spark lint packages clean
 
@@ -10,7 +11,7 @@ demo: $(READY)
 	@$(BIN)/tether demo
 	@echo "to call tether in this shell: . $(BIN)/activate"
 
-test: lint packages
+test: lint packages $(WATSON)
 	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'not (spark or slow)'
 	@$(BIN)/python -m pytest -m 'spark and not slow'
 
@@ -22,16 +23,27 @@ lint: $(READY)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-# the model checker and network namespaces, where they can be installed; elsewhere their tests are skipped
+# the model checker, network namespaces, a browser and npm, where they can be installed; elsewhere their tests are skipped
 packages:
-	@(command -v spin && command -v tc) > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
-		|| apt-get install --yes -qq spin gcc iproute2 > /dev/null \
-		|| echo "spin, gcc and iproute2 could not be installed; their tests are skipped"
+	@(command -v spin && command -v tc && command -v chromium && command -v npm) > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
+		|| apt-get install --yes -qq spin gcc iproute2 chromium npm > /dev/null \
+		|| echo "spin, gcc, iproute2, chromium and npm could not be installed; their tests are skipped"
 
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $(READY)
+
+# IBM's clients, for the tests of the service. The one for Python has an environment of its own: it needs an older
+# python-dateutil than constraints.txt has, and its build an older setuptools
+$(WATSON): $(READY) | packages
+	@test -x $(VENV)/watson/bin/python || $(PYTHON) -m venv $(VENV)/watson
+	@echo 'setuptools<81' > $(VENV)/watson/build-constraints.txt
+	@PIP_CONSTRAINT=$(VENV)/watson/build-constraints.txt $(VENV)/watson/bin/pip install --quiet \
+		--disable-pip-version-check ibm-watson==5.3.1 || echo "ibm-watson for Python could not be installed; its test fails"
+	@! command -v npm > /dev/null || npm install --silent --no-audit --no-fund --prefix $(VENV)/node ibm-watson@6.2.2 \
+		|| echo "ibm-watson for Node could not be installed; its test is skipped"
+	@touch $(WATSON)
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -339,29 +339,41 @@ def resume(
             ).run()
 
 
-def trained_model(run_dir: Path | str) -> tuple[dict[str, Tensor], dict[str, str]]:
+def trained_model(run_dir: Path | str) -> tuple[dict[str, Tensor], dict[str, bytes]]:
     """The model of a run as tensors by the names of its state_dict, and the files that its task keeps beside it.
 
     It is the model that the run returned or, if it has not ended, that of its newest checkpoint or the best one so far.
     run_dir: its directory, or the URL of its checkpoints.
     """
     with TemporaryDirectory(prefix="tether-") as copies:
-        if isinstance(run_dir, str) and is_url(run_dir):
-            directory = RunDirectory(Path(copies), HadoopStorage(run_dir))
-        else:
-            directory = RunDirectory.open(Path(run_dir))
-            if (url := directory.read_config().get("checkpoints")) is not None:
-                directory = RunDirectory(Path(copies), HadoopStorage(url))
-        if directory.storage is not None:
-            try:
-                directory.storage.get("run.json", Path(copies, "run.json"))
-            except FileNotFoundError:
-                raise UsageError(f"{directory.storage.url} holds no run: it has no run.json") from None
+        directory = _opened(run_dir, Path(copies))
         model, files = directory.load_model(), directory.read_files()
     if model is None:
         damage = "".join(f"; {note}" for note in directory.notes)
         raise UsageError(f"{run_dir} has no checkpoint, so there is no model{damage}")
     return model.tensors, files
+
+
+def task_files(run_dir: Path | str) -> dict[str, bytes]:
+    """The files that a run's task keeps beside its model; `run_dir` as in `trained_model`."""
+    with TemporaryDirectory(prefix="tether-") as copies:
+        return _opened(run_dir, Path(copies)).read_files()
+
+
+def _opened(run_dir: Path | str, copies: Path) -> RunDirectory:
+    """A run to read from; what is elsewhere is copied to a folder first."""
+    if isinstance(run_dir, str) and is_url(run_dir):
+        directory = RunDirectory(copies, HadoopStorage(run_dir))
+    else:
+        directory = RunDirectory.open(Path(run_dir))
+        if (url := directory.read_config().get("checkpoints")) is not None:
+            directory = RunDirectory(copies, HadoopStorage(url))
+    if directory.storage is not None:
+        try:
+            directory.storage.get("run.json", copies / "run.json")
+        except FileNotFoundError:
+            raise UsageError(f"{directory.storage.url} holds no run: it has no run.json") from None
+    return directory
 
 
 def replay_recorded(run_dir: Path | str, task: Task | None = None) -> dict[str, int]:

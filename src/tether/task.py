@@ -122,10 +122,17 @@ class Task:
         """A line to show when a run begins, such as settings that follow from the data; none by default."""
         return ""
 
-    def files(self) -> dict[str, str]:
-        """Texts that belong to the trained model, such as its labels, by file name; none by default.
+    def files(self) -> Mapping[str, str | bytes]:
+        """What belongs to the trained model, such as its labels, by file name; none by default.
 
-        A run keeps them in the folder `task` of its directory.
+        A run keeps them in the folder `task` of its directory, from its beginning on.
+        """
+        return {}
+
+    def final_files(self, model: nn.Module) -> Mapping[str, str | bytes]:
+        """As `files`, but of the model that the run returns, when it has ended; none by default.
+
+        Files of the same name are replaced. It is not called for a run that was interrupted.
         """
         return {}
 

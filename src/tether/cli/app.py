@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": ("launch", "Run a script of your own on several workers that stay tied to one joint model."),
     "export": ("model", "Write the model of a run to one file, for use without Tether."),
     "classify": ("model", "Classify texts with the model of a run of task text."),
+    "serve": ("serve", "Serve a page and an HTTP interface where people upload texts and get a classifier."),
     "replay": ("train", "Feed a recorded run into fresh machines and check that they do the same again."),
     "protocols": ("lists", "List the protocols with their options and defaults."),
     "tasks": ("lists", "List the built-in tasks with their options and defaults."),

@@ -13,7 +13,7 @@ from tether.cli.options import JsonOption, RunOrUrlArgument
 from tether.cli.output import out
 from tether.errors import UsageError
 from tether.execution.checkpoint import save_tensors
-from tether.tasks.text import LABELS, VOCABULARY, TextClassifier
+from tether.tasks.text import CLASSIFIER, Classifier
 
 
 def export(
@@ -33,10 +33,10 @@ def classify(
     as_json: JsonOption = False,
 ) -> None:
     """Classify texts with the model of a run of task text; prints label, probability and text."""
-    tensors, files = api.trained_model(run_dir)
-    if not {VOCABULARY, LABELS} <= files.keys():
-        raise UsageError(f"{run_dir} has no {VOCABULARY} and {LABELS}: classify needs a run of task text")
-    found = TextClassifier(files, tensors).classify(texts)
+    files = api.task_files(run_dir)
+    if CLASSIFIER not in files:
+        raise UsageError(f"{run_dir} has no {CLASSIFIER}: classify needs a run of task text")
+    found = [answers[0] for answers in Classifier.from_bytes(files[CLASSIFIER]).classify(texts, top=1)]
     if as_json:
         rows = [
             {"text": text, "label": label, "probability": probability}

@@ -200,21 +200,21 @@ class RunDirectory:
         (self.path / folder).mkdir(exist_ok=True)
         return self.path / folder / name
 
-    def write_files(self, files: Mapping[str, str]) -> None:
+    def write_files(self, files: Mapping[str, str | bytes]) -> None:
         """Replace what the task keeps beside its model."""
-        for name, text in files.items():
+        for name, content in files.items():
             with replacing(self.below("task", name)) as partial:
-                partial.write_text(text, encoding="utf-8")
+                partial.write_bytes(content.encode() if isinstance(content, str) else content)
             if self.storage is not None:
                 self.storage.put(self.path / "task" / name, f"task/{name}")
 
-    def read_files(self) -> dict[str, str]:
+    def read_files(self) -> dict[str, bytes]:
         """What the task keeps beside its model, by file name."""
         if self.storage is not None and not (self.path / "task").exists():
             for name in self.storage.names("task"):
                 self.storage.get(f"task/{name}", self.below("task", name))
         folder = self.path / "task"
-        return {path.name: path.read_text("utf-8") for path in sorted(folder.iterdir())} if folder.exists() else {}
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())} if folder.exists() else {}
 
     # ---- configuration ----
 

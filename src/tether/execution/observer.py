@@ -6,7 +6,7 @@ import bisect
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,7 +133,7 @@ class RunObserver:
                 text = self._plan.task.note()
             if text:
                 self.note(text)
-            self._keep_files()
+            self._keep_files("files()", self._plan.task.files)
         for text in self._plan.notes:
             self.note(text)
         self._note_damage()
@@ -152,19 +152,19 @@ class RunObserver:
             if self._patience is not None or request.patience is not None:
                 score(metrics)
 
-    def _keep_files(self) -> None:
-        """Write what the task keeps beside its model."""
+    def _keep_files(self, method: str, made: Callable[[], Mapping[str, str | bytes]]) -> None:
+        """Write what a method of the task returns, beside the model."""
         task = self._plan.task
-        with users_code(task, "files()"):
-            files = task.files()
+        with users_code(task, method):
+            files = made()
             valid = isinstance(files, dict) and all(
-                isinstance(text, str) and isinstance(name, str) and Path(name).name == name
-                for name, text in files.items()
+                isinstance(content, str | bytes) and isinstance(name, str) and Path(name).name == name
+                for name, content in files.items()
             )
         if not valid:
             raise TaskError(
-                f"files() of task {type(task).__name__} returned {files!r:.200}: return a dict of texts by file names "
-                "without folders"
+                f"{method} of task {type(task).__name__} returned {files!r:.200}: return a dict of texts or bytes by "
+                "file names without folders"
             )
         if files:
             self.write("the task's files", lambda: self.directory.write_files(files))
@@ -213,6 +213,9 @@ class RunObserver:
             self._note_damage()
             if model.step != self.step:
                 self.note(f"the model is that of step {model.step}, the best that was seen")
+        if last and not interrupted and not self._plan.scripted:
+            joint = self._joint.with_weights(model.weights)
+            self._keep_files("final_files()", lambda: self._plan.task.final_files(joint))
         if last and (warning := learning_warning(model.metrics, self.untrained, self.history)):
             self.warning = warning
             self.note(warning)

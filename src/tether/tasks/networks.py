@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -126,8 +126,7 @@ class Recurrent(nn.Module):
 class TextCnn(nn.Module):
     """The convolutional model for sentences of Kim (2014), which is figure 2 of the GaDei paper.
 
-    Filters of three widths slide over the embedded words, and the largest output of each filter counts. A window of
-    words goes through a matrix product: with mini-batches of a few sentences that takes half the time of `nn.Conv1d`.
+    Filters of three widths slide over the embedded words, and the largest output of each filter counts.
     """
 
     widths: ClassVar[tuple[int, ...]] = (3, 4, 5)
@@ -144,13 +143,24 @@ class TextCnn(nn.Module):
         nn.init.normal_(self.embedding.weight[1:], std=0.1)
 
     def forward(self, text: Tensor) -> Tensor:
-        words = self.embedding(text)
+        # padded by the widest filter: what a text gives then does not depend on the length of others
+        widest, longest = max(self.widths), int((text != 0).sum(1).max()) if len(text) else 0
+        words = functional.pad(self.embedding(text[:, :longest]), (0, 0, 0, widest))
         size = words.shape[-1]
-        words = words.flatten(1)
-        # the largest value before the ReLU is also the largest after it
-        largest = [
-            filters(words.unfold(1, width * size, size)).amax(1)
-            for width, filters in zip(self.widths, self.filters, strict=True)
-        ]
+        # one matrix product for all places of all filters; a filter's output is the sum over its places, shifted
+        parts = [layer.weight.unflatten(1, (width, size)).transpose(0, 1) for width, layer in self._layers()]
+        outputs = functional.linear(words, torch.cat([part.flatten(0, 1) for part in parts]))
+        largest, start, windows = [], 0, longest + 1
+        for width, layer in self._layers():
+            count = len(layer.bias)
+            total = layer.bias
+            for place in range(width):
+                total = total + outputs[:, place : place + windows, start : start + count]
+                start += count
+            # the largest value before the ReLU is also the largest after it
+            largest.append(total.amax(1))
         scores: Tensor = self.output(self.dropout(functional.relu(torch.cat(largest, 1))))
         return scores
+
+    def _layers(self) -> list[tuple[int, nn.Linear]]:
+        return [(width, cast(nn.Linear, layer)) for width, layer in zip(self.widths, self.filters, strict=True)]

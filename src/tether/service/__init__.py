@@ -1,0 +1,1 @@
+"""Training as a service: people upload labelled texts over HTTP and get a classifier (`tether serve`)."""

@@ -1,0 +1,52 @@
+"""What the service allows: every limit, in one place."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+#: the languages of the original service
+LANGUAGES = ("en", "ar", "fr", "de", "it", "ja", "ko", "pt", "es")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where the service keeps its data, and what it allows."""
+
+    data: Path
+    #: a PostgreSQL URL; an SQLite file below `data` if empty
+    database: str = ""
+    authenticate: bool = True
+    #: trainings at the same time; others wait in the queue
+    jobs_at_once: int = max(1, (os.cpu_count() or 1) // 2)
+    #: workers of one training
+    workers: int = 2
+    #: trainings of one owner that wait or run
+    queue_max: int = 100
+    classifiers_max: int = 1000
+    #: of uploads, for one owner
+    storage_bytes_max: int = 20 * 2**30
+    body_bytes_max: int = 100 * 2**20
+    #: of requests other than uploads
+    json_bytes_max: int = 2**20
+    rows_min: int = 5
+    rows_max: int = 20_000
+    classes_max: int = 3_000
+    row_classes_max: int = 100
+    text_characters_max: int = 1_024
+    class_characters_max: int = 1_024
+    query_characters_max: int = 2_048
+    collection_max: int = 30
+    #: of texts in one call of the service's own batch classification
+    batch_max: int = 1_000
+    requests_per_minute: int = 60_000
+    #: wrong keys from one address in a minute; more are answered with 429
+    failures_per_minute: int = 30
+    training_seconds_max: float = 3_600.0
+    training_bytes_max: int = 8 * 2**30
+    #: starts of one training, the service's own restarts included
+    attempts_max: int = 3
+    token_seconds: int = 3_600
+    #: classifiers that are held in memory
+    loaded_max: int = 32

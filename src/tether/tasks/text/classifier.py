@@ -1,0 +1,141 @@
+"""Classifies texts with what a run of task text has made, and needs neither the task nor its data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors.numpy import load, save
+from torch import Tensor
+
+from tether.errors import Damaged, UsageError
+from tether.tasks.networks import TextCnn
+from tether.tasks.text.features import Features, Floats, tokens
+from tether.tasks.text.linear import scores
+from tether.tasks.text.mixture import Mixture
+
+#: the file that has all of a classifier
+CLASSIFIER = "classifier.safetensors"
+PADDING, UNKNOWN = 0, 1
+#: texts that go through the models at once, which bounds memory
+_CHUNK = 256
+
+
+class Answer(NamedTuple):
+    """A label and its probability."""
+
+    label: str
+    probability: float
+
+
+class Classifier:
+    """Linear model, convolution once there is one, and how they are combined."""
+
+    def __init__(
+        self,
+        labels: Sequence[str],
+        features: Features,
+        weights: Floats,
+        mixture: Mixture,
+        network: tuple[TextCnn, Mapping[str, int], int] | None = None,
+    ) -> None:
+        """`weights` are those of the linear model; `network` comes with its words and the length of a text."""
+        self.labels = list(labels)
+        self._features, self._weights, self._mixture, self._network = features, weights, mixture, network
+
+    @property
+    def multilabel(self) -> bool:
+        """Whether a text may have several labels; each then has a probability by itself."""
+        return self._mixture.multilabel
+
+    @property
+    def stage(self) -> str:
+        """ "linear" while only the linear model answers, then "final"."""
+        return "linear" if self._network is None else "final"
+
+    @staticmethod
+    def load(path: Path | str) -> Classifier:
+        """From a run directory, a folder with a classifier, or the file itself. It works while the run goes on."""
+        path = Path(path)
+        for file in (path / "task" / CLASSIFIER, path / CLASSIFIER, path):
+            if file.is_file():
+                return Classifier.from_bytes(file.read_bytes())
+        raise UsageError(f"{path} has no {CLASSIFIER}: name the directory of a run of task text, or that file")
+
+    def save(self, path: Path | str) -> None:
+        """Write the classifier to one file, which `load` reads."""
+        Path(path).write_bytes(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """The classifier as a safetensors file."""
+        settings: dict[str, Any] = {"labels": self.labels, "mixture": self._mixture.described()}
+        tensors = {
+            "linear.hashes": self._features.hashes.view(np.int64),
+            "linear.frequencies": self._features.weights,
+            "linear.weights": self._weights.astype(np.float16),
+        }
+        if self._network is not None:
+            model, words, length = self._network
+            settings |= {"words": list(words), "length": length}
+            tensors |= {f"network.{name}": value.numpy() for name, value in model.state_dict().items()}
+        tensors["settings"] = np.frombuffer(json.dumps(settings, ensure_ascii=False).encode(), np.uint8)
+        return save({name: np.ascontiguousarray(value) for name, value in tensors.items()})
+
+    @staticmethod
+    def from_bytes(data: bytes) -> Classifier:
+        """The classifier of such a file."""
+        try:
+            tensors = load(data)
+            settings = json.loads(tensors["settings"].tobytes())
+            features = Features(tensors["linear.hashes"].view(np.uint64), tensors["linear.frequencies"])
+            weights, mixture = tensors["linear.weights"].astype(np.float32), Mixture(**settings["mixture"])
+            network = None
+            if "words" in settings:
+                state = {
+                    name.removeprefix("network."): torch.from_numpy(value.copy())
+                    for name, value in tensors.items()
+                    if name.startswith("network.")
+                }
+                words, embedding = state["embedding.weight"].shape
+                model = TextCnn(words, len(settings["labels"]), embedding, len(state["filters.0.bias"]))
+                model.load_state_dict(state)
+                index = {word: number for number, word in enumerate(settings["words"], UNKNOWN + 1)}
+                network = model.eval(), index, int(settings["length"])
+        except Exception as error:  # safetensors has errors of its own
+            raise Damaged(f"{CLASSIFIER} is damaged ({error}): train again") from error
+        return Classifier(settings["labels"], features, weights, mixture, network)
+
+    def probabilities(self, texts: Sequence[str]) -> Tensor:
+        """Of every label for each text."""
+        parts = [self._chunk(texts[start : start + _CHUNK]) for start in range(0, len(texts), _CHUNK)]
+        return torch.cat(parts) if parts else torch.empty(0, len(self.labels))
+
+    def classify(self, texts: Sequence[str], top: int = 10) -> list[list[Answer]]:
+        """For each text, its most likely labels with their probabilities, in descending order."""
+        best = self.probabilities(texts).topk(min(top, len(self.labels)))
+        return [
+            [Answer(self.labels[place], value) for place, value in zip(places, values, strict=True)]
+            for places, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        ]
+
+    def _chunk(self, texts: Sequence[str]) -> Tensor:
+        linear = torch.from_numpy(scores(self._features.matrix(texts), self._weights))
+        network = None
+        if self._network is not None:
+            model, words, length = self._network
+            with torch.no_grad():
+                network = model(encode(texts, words, length))
+        return self._mixture.probabilities(linear, network)
+
+
+def encode(texts: Iterable[str], words: Mapping[str, int], length: int) -> Tensor:
+    """Each text as the indices of its first `length` words; 1 is an unknown word, 0 is padding."""
+    found = [[words.get(word, UNKNOWN) for word in tokens(text)[:length]] for text in texts]
+    encoded = np.full((len(found), length), PADDING, np.int32)
+    for row, text in zip(encoded, found, strict=True):
+        row[: len(text)] = text
+    return torch.from_numpy(encoded)
