@@ -13,6 +13,7 @@ from tether import api, protocols, tasks
 from tether.cli.build import given, protocol_class, runtime, split_settings
 from tether.cli.options import (
     DataOption,
+    DeviceOption,
     EpochsOption,
     JsonOption,
     LatencyOption,
@@ -48,6 +49,7 @@ def train(
     on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
     workers: WorkersOption = None,
     master: MasterOption = None,
+    device: DeviceOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
@@ -102,7 +104,7 @@ def train(
         result = api.run(
             built,
             options,
-            runtime(on, workers, master, options, only_sim),
+            runtime(on, workers, master, options, only_sim, device),
             epochs=epochs,
             steps=steps,
             until=until,
