@@ -108,7 +108,8 @@ class Device:
     def _open(self) -> None:
         torch.accelerator.set_device_index(self.where)
         self._copying = torch.Stream(device=self.where)
-        self._pinned: set[tuple[int, int]] = set()
+        #: addresses of pinned memory: the first, and the one behind it
+        self._pinned: list[tuple[int, int]] = []
 
     def adopt_thread(self) -> None:
         """Give the calling thread a stream of its own on this device."""
@@ -141,10 +142,11 @@ class Device:
 
     def _pin(self, host: Tensor) -> None:
         """Let the device copy from and to this memory by itself. Memory that cannot be pinned is copied too."""
-        key = host.data_ptr(), host.nbytes
-        if self.where.type == "cuda" and key not in self._pinned:
-            self._pinned.add(key)
-            torch.cuda.cudart().cudaHostRegister(*key, 0)  # type: ignore[no-untyped-call]
+        start, stop = host.data_ptr(), host.data_ptr() + host.nbytes
+        # CUDA refuses to pin memory twice, also parts of it
+        if self.where.type == "cuda" and all(stop <= first or end <= start for first, end in self._pinned):
+            self._pinned.append((start, stop))
+            torch.cuda.cudart().cudaHostRegister(start, host.nbytes, 0)  # type: ignore[no-untyped-call]
 
     # ---- turns ----
 
