@@ -211,7 +211,7 @@ def test_an_evaluation_on_a_device_returns_what_one_on_the_host_returns(
     task.seen = []
     plain = train_quietly(task, Single(), Sim(1), tmp_path / "plain", epochs=2)
     task.seen = []
-    monkeypatch.setattr(evaluation, "own_device", lambda index: torch.device(device))
+    monkeypatch.setattr(evaluation, "choose_device", lambda name, index: torch.device(device))
     apart = train_quietly(task, Single(), Sim(1), tmp_path / "apart", epochs=2)
     assert apart.history == plain.history and len(task.seen) == 3
     assert next(apart.model.parameters()).device.type == "cpu"

@@ -76,6 +76,7 @@ def run(
     *,
     workers: int | None = None,
     master: str | None = None,
+    device: str | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     until: str | None = None,
@@ -106,6 +107,8 @@ def run(
         "spark"; local by default.
     workers: how many workers, 2 by default, if `on` is a name or left out.
     master: with on="spark", the cluster; a small one on this machine by default.
+    device: where workers compute, if `on` is a name or left out: "cuda:0", "cuda" for all such devices in turns, "cpu",
+        or "auto", the default, for what the machine has.
     epochs, steps: how long to train: passes over the data by all workers together, or optimizer steps per worker. The
         default is the task's own number of epochs.
     until: end early when a metric reaches a value, such as "error<0.05". If only this is given, the run ends after 100
@@ -164,7 +167,7 @@ def run(
         seconds,
         patience,
     )
-    on = make_runtime(on, workers, master, protocol)
+    on = make_runtime(on, workers, master, protocol, device=device)
     called = _checked_callbacks(callbacks, on)
     phases = plan_phases(task, protocol, on, request, weights=_state_dict(weights))
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
@@ -421,7 +424,15 @@ def _check_protocol(name: str, options: object) -> None:
 RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
 
 
-def make_runtime(on: object, workers: int | None, master: str | None, protocol: Options, **settings: Any) -> Runtime:
+def make_runtime(
+    on: object,
+    workers: int | None,
+    master: str | None,
+    protocol: Options,
+    *,
+    device: str | None = None,
+    **settings: Any,
+) -> Runtime:
     """Where to run, from a name or as it was given; `settings` are more of what a runtime of that name takes."""
     on = on if on is not None else "local"
     if not isinstance(on, str):
@@ -430,16 +441,22 @@ def make_runtime(on: object, workers: int | None, master: str | None, protocol: 
                 f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}; or one of the names "
                 f"{', '.join(RUNTIMES)}"
             )
-        if workers is not None or master is not None:
+        if any(given is not None for given in (workers, master, device)):
             raise UsageError(
-                f"workers and master belong to the runtime: write tether.{type(on).__name__}(...) with them"
+                f"workers, master and device belong to the runtime: write tether.{type(on).__name__}(...) with them"
             )
         return on  # type: ignore[return-value]
     if on not in RUNTIMES:
         raise unknown("runtime", on, RUNTIMES)
     if master is not None and on != "spark":
         raise UsageError("master: only a Spark cluster has that; add on='spark' (--on spark)")
+    if device is not None and on != "local":
+        raise UsageError(
+            "device: only workers in processes on this machine are given a device by name; on Spark they take those "
+            "that executors have, and in the simulator model() decides"
+        )
     count = workers if workers is not None else protocol.workers_max or 2
+    settings |= {"device": device} if on == "local" else {}
     return RUNTIMES[on](**({"master": master} if on == "spark" else {}), workers=count, **settings)
 
 

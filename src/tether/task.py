@@ -57,6 +57,8 @@ class Task:
     #: what the model computes in during training: fp32, or bf16 or fp16 where torch's autocast finds that safe.
     #: Weights, gradients and what is exchanged keep the model's own precision
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    #: where workers compute: "cuda:0", "cuda" for all such devices in turns, "cpu", or "auto": what the machine has
+    device: str = "auto"
     #: keep a moving average of the joint model, of which a step of the run leaves this share, such as 0.999; the
     #: average is evaluated and returned
     ema: float | None = None

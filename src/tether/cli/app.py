@@ -35,6 +35,7 @@ COMMANDS = {
     "tune": ("sweeps", "Search a protocol's alpha on a small part of the data."),
     "swarm": ("testing", "Simulate many runs with random clusters and faults, and check every one."),
     "chaos": ("testing", "Kill, stop and starve real processes, and check that every run survives."),
+    "doctor": ("doctor", "Check what Tether needs on this machine, and its devices."),
     "demo": ("demo", "Compare protocols on a simulated slow network, and train in real processes."),
 }
 

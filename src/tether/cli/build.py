@@ -42,12 +42,19 @@ def split_settings(texts: list[str], protocol: type[Options], task: str) -> tupl
     return for_protocol, for_task
 
 
-def runtime(on: str, workers: int | None, master: str | None, protocol: Options, only_sim: dict[str, Any]) -> Runtime:
+def runtime(
+    on: str,
+    workers: int | None,
+    master: str | None,
+    protocol: Options,
+    only_sim: dict[str, Any],
+    device: str | None = None,
+) -> Runtime:
     """The runtime of that name; `only_sim` are options that only the simulator has."""
     if only_sim and on in api.RUNTIMES and on != "sim":
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
         raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
-    return api.make_runtime(on, workers, master, protocol, **only_sim)
+    return api.make_runtime(on, workers, master, protocol, device=device, **only_sim)
 
 
 def given(**options: Any) -> dict[str, Any]:

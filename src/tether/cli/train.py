@@ -15,6 +15,7 @@ from tether.caffe import CaffeTask, Net
 from tether.caffe.weights import write_weights
 from tether.cli.build import given, protocol_class, runtime, split_settings
 from tether.cli.options import (
+    DeviceOption,
     EpochsOption,
     JsonOption,
     LatencyOption,
@@ -49,6 +50,7 @@ def train(
     on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
     workers: WorkersOption = None,
     master: MasterOption = None,
+    device: DeviceOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
@@ -119,7 +121,7 @@ def train(
         model_bytes=model_bytes,
         faults=Faults.load(faults) if faults else None,
     )
-    where = runtime(on, workers, master, options, only_sim)
+    where = runtime(on, workers, master, options, only_sim, device)
     defaults = built.run_defaults(where.workers) if isinstance(built, CaffeTask) else {}
     if all(goal is None for goal in (epochs, steps, until, seconds, patience)):
         steps = defaults.get("steps")

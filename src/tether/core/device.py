@@ -1,27 +1,195 @@
-"""Copies of a model on a device of their own, such as a CUDA device: one to train, one to evaluate.
+"""Devices: where a worker's vector lives, and how values get from there to the host's memory and back.
 
-The vector, the optimizer and everything that is exchanged stay in the host's memory. A `DeviceReplica` is the same
-model on the device: it receives the weights before a pass, and while the backward pass is still running, each finished
-gradient is copied back. Both pass through pinned buffers, and copies run on another stream than the computation.
+A worker whose model is on a device has its vector, its gradients and its optimizer there, and steps there. What is
+exchanged crosses in two ways, both on a stream of its own, while the device goes on computing:
 
-The same code runs with the CPU as the device, where torch's streams do nothing and no memory is pinned.
+- To the host: the value is copied on the device first, in the order of the weights' changes, and this copy goes to
+  pinned memory from which it is sent. `ToHost` is a copy under way.
+- To the device: a received value goes into new memory on the device, and is used there when it has arrived. Only what
+  was received crosses.
+
+A worker has several threads, and each has a stream of its own. Threads change the vector in turns, under the node's
+lock. The device must keep the order of these turns, although it works later than the threads: each turn begins with a
+wait, on the device, for the end of the turn before. A gradient is not part of a turn, so no turn waits for it.
+
+Nodes whose weights are in memory that all of them share (`server` in GaDei's way) keep them on the host. A
+`DeviceReplica` is the same model on the device: it receives the weights before a pass, and while the backward pass is
+still running, each finished gradient is copied back.
+
+All of this uses torch's own streams and events. It is tested with the CPU in the place of a device, and has not met a
+CUDA device yet; `tether doctor` checks it where there is one.
 """
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from tether.core.vector import Vector
+from tether.core.vector import Empty, Vector
+from tether.errors import UsageError
+
+#: what `device` may be, besides a device with a number
+AUTO, CPU = "auto", "cpu"
 
 
-def own_device(index: int) -> torch.device | None:
-    """The CUDA device of the worker with that number; workers share devices in turn. None if there is no device."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return torch.device("cuda", index % count) if count else None
+def check_device(name: object) -> None:
+    """Refuse what is not the name of a device, or one that this torch cannot use."""
+    if not isinstance(name, str):
+        raise UsageError(f"device must be a name such as 'cuda:0', 'cpu' or 'auto', not {name!r}")
+    if name == AUTO:
+        return
+    try:
+        torch.device(name)
+    except RuntimeError:
+        raise UsageError(
+            f"device {name!r} is not known: use 'auto', 'cpu', 'cuda' for all CUDA devices in turns, or 'cuda:0'"
+        ) from None
+
+
+def choose_device(name: str, index: int) -> torch.device | None:
+    """The device of the worker with that number; None: the CPU.
+
+    Without a number in its name, workers take all devices of the kind in turns, so that several share one if there are
+    fewer. "auto" is the kind that this machine has, or the CPU.
+    """
+    check_device(name)
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if name == CPU or (name == AUTO and found is None):
+        return None
+    asked = found if name == AUTO else torch.device(name)
+    assert asked is not None
+    count = torch.accelerator.device_count()
+    if found is None or asked.type != found.type or (asked.index or 0) >= count:
+        have = f"has {count} of the kind {found.type!r}" if found is not None else "has none besides the CPU"
+        raise UsageError(f"device {name!r} is not here: this machine {have}; use device='auto' or 'cpu'")
+    return torch.device(asked.type, index % count if asked.index is None else asked.index)
+
+
+class Mark(Protocol):
+    """A point in the work of a device."""
+
+    def synchronize(self) -> None:
+        """Wait until the device is there."""
+        ...
+
+    def query(self) -> bool:
+        """Whether the device is there."""
+        ...
+
+
+@dataclass
+class ToHost:
+    """Copies of values that are on their way to the host's memory."""
+
+    values: list[Tensor]
+    arrived: Mark
+    #: what is copied must stay until then
+    sources: list[Tensor]
+
+
+class Device:
+    """A device of this process, and the streams that one node has on it."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        self.bytes_to_host = 0
+        self.bytes_to_device = 0
+        self._turn_end: Any = None
+        self._open()
+
+    # ---- what differs between devices ----
+
+    def _open(self) -> None:
+        torch.accelerator.set_device_index(self.where)
+        self._copying = torch.Stream(device=self.where)
+        #: addresses of pinned memory: the first, and the one behind it
+        self._pinned: list[tuple[int, int]] = []
+
+    def adopt_thread(self) -> None:
+        """Give the calling thread a stream of its own on this device."""
+        torch.accelerator.set_device_index(self.where)
+        torch.accelerator.set_stream(torch.Stream(device=self.where))
+
+    def mark(self) -> Any:
+        """The point that the calling thread's stream has reached."""
+        return torch.accelerator.current_stream(self.where).record_event()
+
+    def follow(self, mark: Any) -> None:
+        """Have the calling thread's stream wait for a point, without waiting here."""
+        torch.accelerator.current_stream(self.where).wait_event(mark)
+
+    @contextmanager
+    def on_copying_stream(self, after: Any) -> Iterator[None]:
+        """A context in which work goes to the stream for copies, after that point."""
+        if after is not None:
+            self._copying.wait_event(after)
+        with self._copying:
+            yield
+
+    def empty(self, count: int, *, dtype: torch.dtype, device: Any = None) -> Tensor:
+        """As `torch.empty`, in the memory of the device."""
+        return torch.empty(count, dtype=dtype, device=self.where)
+
+    def place(self, values: Any) -> Any:
+        """A module or a batch, moved to the device."""
+        return values.to(self.where) if isinstance(values, nn.Module) else to_device(values, self.where)
+
+    def _pin(self, host: Tensor) -> None:
+        """Let the device copy from and to this memory by itself. Memory that cannot be pinned is copied too."""
+        start, stop = host.data_ptr(), host.data_ptr() + host.nbytes
+        # CUDA refuses to pin memory twice, also parts of it
+        if self.where.type == "cuda" and all(stop <= first or end <= start for first, end in self._pinned):
+            self._pinned.append((start, stop))
+            torch.cuda.cudart().cudaHostRegister(start, host.nbytes, 0)  # type: ignore[no-untyped-call]
+
+    # ---- turns ----
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """A context, under the node's lock, in which the calling thread may change the vector."""
+        self.follow_turns()
+        try:
+            yield
+        finally:
+            self._turn_end = self.mark()
+
+    def follow_turns(self) -> None:
+        """Have the calling thread's stream see all changes of the vector so far."""
+        if self._turn_end is not None:
+            self.follow(self._turn_end)
+
+    # ---- copies ----
+
+    def to_host(self, values: Sequence[Tensor], empty: Empty) -> ToHost:
+        """Copy values to memory of the host that `empty` allocates. The values must not change until they are there."""
+        copies = []
+        with self.on_copying_stream(self.mark()):
+            for value in values:
+                host = empty(value.numel(), dtype=value.dtype)
+                self._pin(host)
+                copies.append(host.view(value.shape).copy_(value.detach(), non_blocking=True))
+                self.bytes_to_host += value.nbytes
+            return ToHost(copies, self.mark(), list(values))
+
+    def to_device(self, values: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
+        """Copy values to new memory on the device; to be called under the node's lock.
+
+        The memory may have been used by an earlier turn, hence the copies begin when the last one has ended.
+        """
+        with self.on_copying_stream(self._turn_end):
+            copies = []
+            for value in values:
+                self._pin(value)
+                copy_ = self.empty(value.numel(), dtype=value.dtype).view(value.shape)
+                copies.append(copy_.copy_(value, non_blocking=True))
+                self.bytes_to_device += value.nbytes
+            return copies, self.mark()
 
 
 class DeviceReplica:

@@ -45,6 +45,9 @@ class Meter(msgspec.Struct):
     bytes_sent: int = 0
     bytes_received: int = 0
     messages_sent: int = 0
+    #: what was exchanged, between the node's device and the host's memory
+    bytes_to_host: int = 0
+    bytes_to_device: int = 0
     messages_refused: int = 0
     #: gradients that were not finite and count as zero
     gradients_skipped: int = 0

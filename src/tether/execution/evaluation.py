@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tether.core.device import EvaluationReplica, own_device
+from tether.core.device import EvaluationReplica, choose_device
 from tether.core.vector import Vector, is_finite
 from tether.errors import UsageError
 from tether.execution.directory import not_finite
@@ -29,7 +29,11 @@ class JointModel:
         self._note = note
         self._model = plan.new_model()
         # the first device that no worker uses, if there is one
-        device = own_device(plan.workers) if next(self._model.parameters()).device.type == "cpu" else None
+        device = (
+            choose_device(plan.device_name, plan.workers)
+            if next(self._model.parameters()).device.type == "cpu"
+            else None
+        )
         self._on_device = EvaluationReplica(self._model, device) if device is not None else None
         self._vector = Vector(self._model)
         self.parameter_count = self._vector.parameter_count

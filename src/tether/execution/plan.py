@@ -11,6 +11,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from tether.core.device import AUTO, Device, choose_device
 from tether.core.machine import Machine, Node, NodeContext, Recorder, Replica, Schedule
 from tether.core.message import Message
 from tether.core.vector import Empty, Shared
@@ -62,6 +63,8 @@ class RunPlan:
     restored: Restored | None
     #: what the model begins with, instead of what the task draws
     initial: InitialWeights | None
+    #: where workers compute: a device, or "auto"
+    device_name: str = AUTO
     #: what to tell the user when the run begins
     notes: tuple[str, ...] = ()
     directory: RunDirectory | None = None
@@ -117,6 +120,7 @@ class RunPlan:
                 *(restored.notes if restored is not None else ()),
                 *((f"chosen: {protocol}",) if protocol != asked else ()),
             ),
+            device_name=getattr(on, "device", None) or task.device,
             _data=data,
         )
         if plan.shares and plan.record:
@@ -150,6 +154,12 @@ class RunPlan:
             )
         plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
         return plan
+
+    def device(self, node: Node, number: int | None) -> Device | None:
+        if not node.computes or isinstance(self.task, SyntheticTask):
+            return None
+        where = choose_device(self.device_name, node.index if number is None else number)
+        return Device(where) if where is not None else None
 
     @property
     def shares(self) -> bool:
@@ -198,7 +208,7 @@ class RunPlan:
         node: Node,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
-        device: torch.device | None = None,
+        device: Device | None = None,
     ) -> tuple[Machine, Replica]:
         replica: Learner | SyntheticLearner
         part = self.protocol.part_of(node)

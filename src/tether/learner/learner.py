@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from tether.core.device import DeviceReplica, to_device
+from tether.core.device import Device, DeviceReplica, to_device
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
 from tether.core.vector import Empty, Shared, Vector, copy_gradient, is_finite
@@ -74,7 +74,7 @@ class Learner:
         length: Length = UNKNOWN,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
-        device: torch.device | None = None,
+        device: Device | None = None,
         part: tuple[int, int] | None = None,
         guard: float = 0.0,
         clips_mean: bool = False,
@@ -83,6 +83,8 @@ class Learner:
         callbacks: Sequence[Callback] = (),
     ) -> None:
         """`length`: that of the run, for the schedule; `device`: where gradients are computed, if not at the model.
+
+        The vector and the optimizer are on the device too, unless the vector is `shared`.
 
         `part`: an index and a count; the optimizer steps only this part of the vector, and computes no gradients.
         `clips_mean`: steps are made with means of gradients, which are clipped instead of the gradients.
@@ -96,9 +98,12 @@ class Learner:
         self.node = node
         self.model = build_model(task, seed, initial)
         self._device_replica: DeviceReplica | None = None
-        if device is not None:
+        self._device = device
+        if device is not None and shared is not None:
             self.model.to("cpu")
-            self._device_replica = DeviceReplica(self.model, device)
+            self._device_replica = DeviceReplica(self.model, device.where)
+        elif device is not None:
+            self.model = device.place(self.model)
         self.vector = Vector(self.model, empty, shared)
         self.weights = self.vector.weights
         self.parameter_count = self.vector.parameter_count
@@ -257,7 +262,9 @@ class Learner:
         """The loss of a batch, after a backward pass that adds its share to the gradient."""
         half = HALF.get(self.task.precision)
         with self._users_code():
-            if device.type != "cpu":
+            if self._device is not None:
+                batch = self._device.place(batch)
+            elif device.type != "cpu":
                 batch = to_device(batch, device)
             with torch.autocast(device.type, half) if half is not None else nullcontext():
                 loss = self.task.loss(model, batch)

@@ -84,7 +84,7 @@ class LoopReplica(_Plain):
         self.vector.gather_buffers()
         gradient = self.weights[:0]
         if form != "none":
-            gradient = torch.empty(self.parameter_count, dtype=self.weights.dtype)
+            gradient = torch.empty_like(self.weights[: self.parameter_count])
             for parameter, start in zip(self.vector.parameters, self.vector.positions, strict=False):
                 view = gradient[start : start + parameter.numel()].view(parameter.shape)
                 copy_gradient(parameter, view)
@@ -124,7 +124,7 @@ class LoopReplica(_Plain):
         return copied
 
     def _copied(self, values: Tensor) -> Tensor:
-        copied = self.empty(values.numel(), dtype=values.dtype)
+        copied = self.empty(values.numel(), dtype=values.dtype, device=values.device)
         return copied.view(values.shape).copy_(values.detach())
 
     def restore(self, state: dict[str, Any]) -> None:

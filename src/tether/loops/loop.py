@@ -131,7 +131,7 @@ class TiedLoop(Loop):
             return super().with_joint_model(function)
         vector = self._replica.vector
         vector.gather_buffers()
-        vector.unbind(self._worker.joint_weights())
+        vector.unbind(self._worker.joint_weights().to(self._replica.weights.device))
         try:
             return super().with_joint_model(function)
         finally:
@@ -328,8 +328,6 @@ def _check(model: object, optimizer: object, scheduler: object, protocol: object
     others = getattr(getattr(scheduler, "optimizer", optimizer), "param_groups", None)
     if others is not optimizer.param_groups:  # which a wrapper of the optimizer shares
         raise UsageError("tether.join(): the scheduler is one of another optimizer")
-    if any(parameter.device.type != "cpu" for parameter in trained):
-        raise UsageError("tether.join(): the model is not on the CPU, and own loops train there only: move it to 'cpu'")
 
 
 def _differ_from_first(index: int) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from tether.core.device import Device
 from tether.core.machine import Machine, Node, Replica, Schedule
 from tether.core.vector import Empty, Layout, Shared, is_finite, raw_bytes
 from tether.errors import RunError, UsageError
@@ -194,12 +195,17 @@ class LoopPlan(RunPlan):
         dtype = getattr(torch, self.model.dtype)
         return torch.frombuffer(bytearray(self._initial.read_bytes()), dtype=dtype)
 
+    def device(self, node: Node, number: int | None) -> Device | None:
+        """Where the script has its model."""
+        where = self.replica.weights.device if node.computes and self.replica is not None else None
+        return Device(where) if where is not None and where.type != "cpu" else None
+
     def build(
         self,
         node: Node,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
-        device: torch.device | None = None,
+        device: Device | None = None,
     ) -> tuple[Machine, Replica]:
         assert self.model is not None
         replica: LoopReplica | HeldWeights

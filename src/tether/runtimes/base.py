@@ -11,6 +11,7 @@ from typing import IO, Any, Protocol
 import torch
 from torch import Tensor
 
+from tether.core.device import Device
 from tether.core.effects import Checkpoint, Evaluate
 from tether.core.machine import Machine, Node, Recorder, Replica
 from tether.core.message import Message, Row
@@ -75,13 +76,17 @@ class Plan(Protocol):
         node: Node,
         empty: Empty = torch.empty,
         shared: Shared | None = None,
-        device: torch.device | None = None,
+        device: Device | None = None,
     ) -> tuple[Machine, Replica]:
         """The machine and the replica of one node.
 
         `empty` allocates the tensors that it may send. `shared` is its vector, if all nodes share one. `device`
-        computes its gradients, if it has one.
+        computes its gradients, if it has one; its vector is there too, unless it is shared.
         """
+        ...
+
+    def device(self, node: Node, number: int | None) -> Device | None:
+        """The device of a node; None: the CPU. `number` is that of the device that the node's process was given."""
         ...
 
     @property

@@ -109,6 +109,22 @@ class Host(Protocol):
         ...
 
 
+class Carrier(Protocol):
+    """Brings values between the host's memory and the device where a node's vector lives, if that is elsewhere."""
+
+    def begin_event(self) -> None:
+        """The values of earlier events may change from now on."""
+        ...
+
+    def leave(self, message: Any, then: Callable[[Any], Any]) -> None:
+        """Call `then` with the message when its values are in the host's memory, after all earlier messages."""
+        ...
+
+    def arrive(self, event: Event) -> Event:
+        """The event with its values on the device."""
+        ...
+
+
 class Interpreter:
     """One node: its machine, its replica and what it has measured."""
 
@@ -125,8 +141,13 @@ class Interpreter:
         compress: str = "none",
         empty: Empty = torch.empty,
         collectives: MakeCollectives = TreeCollectives,
+        carrier: Carrier | None = None,
+        copies: Empty | None = None,
     ) -> None:
-        """`empty` allocates the tensors that the node sends; `collectives` carry out broadcasts and reductions."""
+        """`empty` allocates the tensors that the node sends; `collectives` carry out broadcasts and reductions.
+
+        `carrier`: the node's vector is on a device, where `copies` allocates copies of it.
+        """
         self.node = node
         self.machine = machine
         self.replica = replica
@@ -135,7 +156,8 @@ class Interpreter:
         self.tracer = tracer or Tracer(enabled=False)
         self.finished = False
         self._rows = RowLimit()
-        self._empty = empty
+        self._empty = empty if copies is None else copies
+        self._carrier = carrier
         self.collectives = collectives(
             CollectiveContext(
                 node=node,
@@ -202,6 +224,9 @@ class Interpreter:
                 # for a member, a reduction ends with the broadcast that answers it
                 for tag in [tag for tag in self._reducing if tag.stream == stream]:
                     self.tracer.span("collective", f"reduction of {tag}", self._reducing.pop(tag), now)
+        if self._carrier is not None:
+            self._carrier.begin_event()
+            event = self._carrier.arrive(event)
         effects = self.machine.handle(event, now)
         if self._recorder is not None:
             self._recorder(event, now, effects)
@@ -239,14 +264,20 @@ class Interpreter:
                 self._snapshots.clear()
             case Send(to=to, message=message):
                 if _is_unordered(message):
-                    self.host.run_unordered(partial(self._resolve, message, {}), partial(self._send, to))
+                    self.host.run_unordered(partial(self._resolve, message, {}), partial(self._send_values, to))
                 else:
-                    self._send(to, self._resolve(message, self._snapshots))
+                    self._send_values(to, self._resolve(message, self._snapshots))
             case Reduce(tag=tag):
                 self._reducing.setdefault(tag, now)
-                return self.collectives.reduce(self._resolve(effect, self._snapshots))
+                resolved = self._resolve(effect, self._snapshots)
+                if self._carrier is None:
+                    return self.collectives.reduce(resolved)
+                self._carrier.leave(resolved, self._reduce)
             case Broadcast(stream=stream, members=members, message=message):
-                self.collectives.broadcast(Broadcast(stream, members, self._resolve(message, self._snapshots)))
+                self._leave(
+                    self._resolve(message, self._snapshots),
+                    lambda sent: self.collectives.broadcast(Broadcast(stream, members, sent)),
+                )
             case SetTimer(timer=timer, seconds=seconds):
                 self.host.set_timer(timer, seconds)
             case CancelTimer(timer=timer):
@@ -304,6 +335,20 @@ class Interpreter:
                 tensors: list[Tensor] = []
                 taken[name] = ReplicaState(pack_tree(self.replica.state(), tensors), tensors)
         return msgspec.structs.replace(struct, **taken) if taken else struct
+
+    def _leave(self, message: Message, then: Callable[[Message], Any]) -> None:
+        """Call `then` with the message when its values are in the host's memory."""
+        if self._carrier is None:
+            then(message)
+        else:
+            self._carrier.leave(message, then)
+
+    def _reduce(self, effect: Reduce) -> None:
+        for event in self.collectives.reduce(effect):
+            self.feed(event)
+
+    def _send_values(self, to: str, message: Message) -> None:
+        self._leave(message, partial(self._send, to))
 
     def _send(self, to: str, message: Message) -> None:
         if to not in self._lost:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tether.core.device import check_device
 from tether.errors import RunError
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.process.driver import Driver, check_processes
@@ -29,6 +30,8 @@ class Local:
     #: a process that has not responded or made progress for this long is killed; a step may take five times as long as
     #: the longest so far if that is more
     hung_seconds: float = 60.0
+    #: where workers compute: "cuda:0", "cuda" for all such devices in turns, "cpu" or "auto"; by default the task says
+    device: str | None = None
 
     name = "local"
     virtual = False
@@ -39,6 +42,8 @@ class Local:
 
     def __post_init__(self) -> None:
         check_processes(self.workers, self.threads, self.restarts, self.hung_seconds)
+        if self.device is not None:
+            check_device(self.device)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
         driver = (ScriptDriver if plan.scripted else Driver)(plan, observer, self.hung_seconds)
@@ -55,6 +60,7 @@ class Local:
             "threads": self.threads,
             "restarts": self.restarts,
             "hung_seconds": self.hung_seconds,
+            "device": self.device,
         }
 
 

@@ -31,7 +31,17 @@ from tether.tasks.fashion import Fashion
 from tether.tasks.text import Text
 
 #: attributes of every task that have a plain value, and so need no parameter of the constructor
-ATTRIBUTES = ("batch_size", "accumulate", "clip_norm", "clip_value", "precision", "ema", "num_workers", "prefetch")
+ATTRIBUTES = (
+    "batch_size",
+    "accumulate",
+    "clip_norm",
+    "clip_value",
+    "precision",
+    "device",
+    "ema",
+    "num_workers",
+    "prefetch",
+)
 
 __all__ = ["find", "is_solver", "known", "load", "not_while_importing", "options", "settable"]
 

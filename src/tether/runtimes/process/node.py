@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
@@ -26,7 +26,7 @@ import torch
 import zmq
 from torch import Tensor
 
-from tether.core.device import own_device
+from tether.core.device import Device
 from tether.core.effects import Checkpoint, Compute, Evaluate
 from tether.core.events import Event, GradientReady, PeerJoined, PeerLost, Received, Started, StopRequested, TimerFired
 from tether.core.machine import GradientResult, Node
@@ -40,6 +40,7 @@ from tether.runtimes.collectives import Collectives
 from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.process import control
 from tether.runtimes.process.control import DRIVER, GRACE_SECONDS
+from tether.runtimes.process.courier import Courier
 from tether.runtimes.process.link import Inbox, Outbox, message_types
 from tether.runtimes.process.liveness import Pulse
 from tether.runtimes.process.memory import Memory, attach_region
@@ -95,8 +96,14 @@ class NodeProcess:
             # no node computes before all are ready, so it is early enough for the hub to write the values now
             region = torch.frombuffer(attach_region(spec.directory, SHARED_VECTOR), dtype=torch.uint8)
             shared = Shared(region, first=self.name == plan.hub)
-        device = own_device(node.index if spec.device is None else spec.device) if node.computes else None
-        machine, replica = plan.build(node, self.memory.empty, shared, device)
+        device = plan.device(node, spec.device)
+        #: where the vector is, if it is not in the host's memory
+        self.device: Device | None = device if shared is None else None
+        self._courier: Courier | None = None
+        empty = self.memory.empty if self.device is None else self.device.empty
+        machine, replica = plan.build(node, empty, shared, device)
+        if self.device is not None:
+            self._courier = Courier(self.device, self.memory.empty, self.lock, self.fail)
         recorder = plan.recorder(node, replica)
         # a replay must find the same weights at every event, so nothing may change them in between
         self._pool = Pool(plan.pool_threads, self.lock, self.fail) if recorder is None else None
@@ -110,6 +117,8 @@ class NodeProcess:
             compress=plan.compress,
             empty=self.memory.empty,
             collectives=spec.collectives,
+            carrier=self._courier,
+            copies=empty,
         )
 
     @property
@@ -173,7 +182,10 @@ class NodeProcess:
         self._report(control.Finished(reason, weights, self.now()))
 
     def _report(self, message: Message) -> None:
-        self._outbox.send(DRIVER, message)
+        if self._courier is None:
+            self._outbox.send(DRIVER, message)
+        else:
+            self._courier.leave(message, partial(self._outbox.send, DRIVER))
 
     # ---- the two threads ----
 
@@ -203,6 +215,8 @@ class NodeProcess:
         if self._link.is_alive():
             return False
         self._interpreter.replica.close()
+        if self._courier is not None:
+            self._courier.close()
         if self._pool is not None:
             self._pool.close()
         with self.lock:  # the pool's last work may still send something
@@ -223,6 +237,9 @@ class NodeProcess:
                 effect, self._compute = self._compute, None
             # a peer may still be reading the last gradient
             fresh = effect.fresh or (result is not None and self.memory.is_lent(result.gradient))
+            if self.device is not None:
+                self.device.follow_turns()
+                fresh = True  # the last gradient may still be on its way to the host
             start = time.monotonic()
             with self._pulse.doing("gradient"):
                 replica.seek(effect.batch, effect.upcoming, effect.position)
@@ -241,6 +258,8 @@ class NodeProcess:
                     self._report(control.Report(interpreter.meter, now))
 
     def _listen(self) -> None:
+        if self.device is not None:
+            self.device.adopt_thread()
         poller = zmq.Poller()
         poller.register(self._inbox.socket, zmq.POLLIN)
         try:
@@ -267,12 +286,18 @@ class NodeProcess:
 
     def handle(self, sender: str, message: Message) -> None:
         """Handle a message, under the lock."""
-        with self._pulse.doing("event"):
+        with self._pulse.doing("event"), self._turn():
             self._dispatch(sender, message)
 
     def _feed(self, event: Event) -> None:
-        with self._pulse.doing("event"):
+        with self._pulse.doing("event"), self._turn():
             self._interpreter.feed(event)
+        if self.device is not None:
+            meter = self._interpreter.meter
+            meter.bytes_to_host, meter.bytes_to_device = self.device.bytes_to_host, self.device.bytes_to_device
+
+    def _turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.device is None else self.device.turn()
 
     def _dispatch(self, sender: str, message: Message) -> None:
         event: Event
