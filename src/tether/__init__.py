@@ -25,6 +25,7 @@ if _TYPE_CHECKING:
     from tether.execution.callbacks import CsvLogger, TensorBoardLogger, WandbLogger
     from tether.loops import evaluate, is_main, join, rank, sampler, save, world_size
     from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Tide
+    from tether.runtimes.cluster import Cluster
     from tether.runtimes.local import Local
     from tether.runtimes.sim.costs import StepTime
     from tether.runtimes.sim.faults import Faults
@@ -50,6 +51,7 @@ _PUBLIC = {
     ),
     "tether.loops": ("evaluate", "is_main", "join", "rank", "sampler", "save", "world_size"),
     "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Tide"),
+    "tether.runtimes.cluster": ("Cluster",),
     "tether.runtimes.local": ("Local",),
     "tether.runtimes.sim.costs": ("StepTime",),
     "tether.runtimes.sim.faults": ("Faults",),
@@ -62,6 +64,7 @@ _PUBLIC = {
 __all__ = [
     "Averaging",
     "Callback",
+    "Cluster",
     "CsvLogger",
     "Elastic",
     "Faults",

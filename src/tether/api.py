@@ -30,6 +30,7 @@ from tether.loops.launch import launch
 from tether.protocols import Options
 from tether.protocols import make as make_protocol
 from tether.runtimes.base import Runtime
+from tether.runtimes.cluster import Cluster
 from tether.runtimes.local import Local
 from tether.runtimes.record import replay
 from tether.runtimes.sim.runtime import Sim
@@ -406,7 +407,7 @@ def _check_protocol(name: str, options: object) -> None:
 
 
 #: by name, what makes a runtime with a number of workers
-RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
+RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at, "cluster": Cluster}
 
 
 def make_runtime(on: object, workers: int | None, master: str | None, protocol: Options, **settings: Any) -> Runtime:
@@ -415,8 +416,8 @@ def make_runtime(on: object, workers: int | None, master: str | None, protocol: 
     if not isinstance(on, str):
         if isinstance(on, type) or not hasattr(on, "execute"):
             raise UsageError(
-                f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}; or one of the names "
-                f"{', '.join(RUNTIMES)}"
+                f"on must be tether.Local(...), tether.Sim(...), tether.Spark(...) or tether.Cluster(...), not {on!r}; "
+                f"or one of the names {', '.join(RUNTIMES)}"
             )
         if workers is not None or master is not None:
             raise UsageError(
@@ -427,6 +428,10 @@ def make_runtime(on: object, workers: int | None, master: str | None, protocol: 
         raise unknown("runtime", on, RUNTIMES)
     if master is not None and on != "spark":
         raise UsageError("master: only a Spark cluster has that; add on='spark' (--on spark)")
+    if on == "cluster" and not {"listen", "key"} <= settings.keys():
+        raise UsageError(
+            "a cluster needs an address and a key: add --listen HOST:PORT --key FILE (tether.Cluster(...))"
+        )
     count = workers if workers is not None else protocol.workers_max or 2
     return RUNTIMES[on](**({"master": master} if on == "spark" else {}), workers=count, **settings)
 

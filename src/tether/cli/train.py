@@ -45,8 +45,18 @@ def train(
         str | None,
         typer.Option("--protocol", "-p", help="How workers agree; the one that suits the task unless given."),
     ] = None,
-    on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
-    workers: WorkersOption = None,
+    on: Annotated[str, typer.Option(help="Where to run: local, sim, spark or cluster.")] = "local",
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", "-n", metavar="N", help="How many workers; on a cluster MIN:MAX lets more join."),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="cluster: where workers reach this machine.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="cluster: the file with the key, as 'tether keys' makes it.")] = None,
+    no_encryption: Annotated[
+        bool, typer.Option("--no-encryption", help="cluster: send in the clear, on a network that you trust.")
+    ] = False,
     master: MasterOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
@@ -98,11 +108,14 @@ def train(
         model_bytes=model_bytes,
         faults=Faults.load(faults) if faults else None,
     )
+    only_cluster = given(
+        listen=listen, key=str(key.absolute()) if key else None, encrypt=False if no_encryption else None
+    )
     with _result_when_interrupted(as_json):
         result = api.run(
             built,
             options,
-            runtime(on, workers, master, options, only_sim),
+            runtime(on, workers, master, options, only_sim, only_cluster),
             epochs=epochs,
             steps=steps,
             until=until,

@@ -15,6 +15,7 @@ from tether.core.machine import Machine, Node, NodeContext, Recorder, Replica, S
 from tether.core.message import Message
 from tether.core.vector import Empty, Shared
 from tether.errors import UsageError
+from tether.execution import portable
 from tether.execution.checkpoint import Restored
 from tether.execution.directory import RunDirectory
 from tether.execution.goals import Request
@@ -67,6 +68,8 @@ class RunPlan:
     directory: RunDirectory | None = None
     #: those that workers tell of every mini-batch
     callbacks: tuple[Callback, ...] = ()
+    #: how the command line finds the task again: its spec, data and settings
+    task_spec: dict[str, Any] | None = None
     _data: Any = field(default=None, repr=False)
     #: the part of the data that was brought to this node
     _part: Any = field(default=None, repr=False)
@@ -304,6 +307,9 @@ class RunPlan:
 
     def complete(self, directory: Path) -> tuple[Node, ...] | None:
         return ()
+
+    def portable(self) -> tuple[Any, list[Tensor]] | None:
+        return None if self.scripted or self.callbacks else portable.pack(self)
 
     def bring(self, data: Any) -> None:
         self._part = data
