@@ -51,6 +51,8 @@ WIRE_VERSION = 1
 KEY_BYTES = 32
 #: the longest reason that a worker can give for leaving
 REASON_BYTES_MAX = 1000
+#: how a worker begins its reason if it finds that its code or model is another
+REFUSED = "is refused: "
 #: how long a worker waits before it tries to reach the driver again
 RETRY_SECONDS = 0.5
 
@@ -287,6 +289,13 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
             said = b""
         reason = "".join(filter(str.isprintable, said.decode(errors="replace")))
         self._outbox.forget(agent.node.name)
+        if reason.startswith(REFUSED) and not self._is_new(agent.node):
+            # its node was never built: the next worker in this place becomes the same node, which may be the hub
+            self.note(f"{agent.node.name} {reason}")
+            self._selector.unregister(agent.lifeline)
+            agent.lifeline.close()
+            del self.living[agent.node.name]
+            return
         self._remove(agent, reason or self.gone)
 
     def _end_agents(self, seconds: float) -> None:
@@ -334,7 +343,7 @@ def run_worker(
                 raise UsageError("the driver sends code, which this worker was not told to accept")
             plan = cloudpickle.loads(setup.code) if setup.code else make_plan(setup.plan, setup.tensors)
         except Exception as error:
-            leaving.say(f"is refused: {error}")
+            leaving.say(f"{REFUSED}{error}")
             raise
         spec = NodeSpec(plan, directory, setup.threads, driver=setup.driver, host=host)
         spec.keys = run_keys(keys, setup.run, setup.encrypt)
