@@ -32,11 +32,12 @@ from tether.errors import TetherError, UsageError, WireError
 from tether.protocols import known as known_protocols
 from tether.protocols.averaging import ROUND, Joint
 from tether.runtimes.process import control
+from tether.runtimes.process.agent import Answer, Assignment, Refusal, decode
 from tether.runtimes.process.handshake import AuthenticatedConnection, Keys, _PendingConnection, _Signer, receive
 from tether.runtimes.process.link import Opener, enveloped
 from tether.runtimes.process.memory import Memory
 from tether.runtimes.sim.faults import Faults
-from tether.runtimes.spark.agent import Answer, Assignment, Greeting, Refusal, decode
+from tether.runtimes.spark.agent import Greeting
 from tether.runtimes.spark.collectives import Announcement, BroadcastFile, Fetch, _read
 from tether.runtimes.spark.feed import NO_COUNT, RowReceiver, _wire_schema
 from tether.runtimes.spark.store import Field

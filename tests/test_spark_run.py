@@ -36,12 +36,13 @@ from tether.execution.progress import Progress, make_progress
 from tether.protocols import Options
 from tether.protocols.averaging import ROUND
 from tether.runtimes.collectives import CollectiveContext
+from tether.runtimes.process.agent import LIFELINE, Answer, Assignment, Refusal, greet
 from tether.runtimes.process.handshake import Keys, authenticate
 from tether.runtimes.process.launcher import NodeExited, NodeStarted
 from tether.runtimes.process.memory import Memory, PeerMemory
 from tether.runtimes.process.spec import NodeSpec
 from tether.runtimes.spark import runtime as spark_runtime
-from tether.runtimes.spark.agent import LIFELINE, Answer, Assignment, Greeting, Refusal, greet
+from tether.runtimes.spark.agent import Greeting
 from tether.runtimes.spark.collectives import (
     AgentServer,
     Announcement,

@@ -26,6 +26,7 @@ if _TYPE_CHECKING:
     from tether.execution.callbacks import CsvLogger, TensorBoardLogger, WandbLogger
     from tether.loops import evaluate, is_main, join, rank, sampler, save, world_size
     from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Streaming, Tide
+    from tether.runtimes.cluster import Cluster
     from tether.runtimes.local import Local
     from tether.runtimes.sim.costs import StepTime
     from tether.runtimes.sim.faults import Faults
@@ -52,6 +53,7 @@ _PUBLIC = {
     ),
     "tether.loops": ("evaluate", "is_main", "join", "rank", "sampler", "save", "world_size"),
     "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Streaming", "Tide"),
+    "tether.runtimes.cluster": ("Cluster",),
     "tether.runtimes.local": ("Local",),
     "tether.runtimes.sim.costs": ("StepTime",),
     "tether.runtimes.sim.faults": ("Faults",),
@@ -65,6 +67,7 @@ __all__ = [
     "Averaging",
     "CaffeTask",
     "Callback",
+    "Cluster",
     "CsvLogger",
     "Elastic",
     "Faults",

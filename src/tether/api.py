@@ -30,6 +30,7 @@ from tether.loops.launch import launch
 from tether.protocols import Options
 from tether.protocols import make as make_protocol
 from tether.runtimes.base import Runtime
+from tether.runtimes.cluster import Cluster
 from tether.runtimes.local import Local
 from tether.runtimes.record import replay
 from tether.runtimes.sim.runtime import Sim
@@ -421,7 +422,7 @@ def _check_protocol(name: str, options: object) -> None:
 
 
 #: by name, what makes a runtime with a number of workers
-RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at}
+RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at, "cluster": Cluster}
 
 
 def make_runtime(
@@ -438,8 +439,8 @@ def make_runtime(
     if not isinstance(on, str):
         if isinstance(on, type) or not hasattr(on, "execute"):
             raise UsageError(
-                f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}; or one of the names "
-                f"{', '.join(RUNTIMES)}"
+                f"on must be tether.Local(...), tether.Sim(...), tether.Spark(...) or tether.Cluster(...), not {on!r}; "
+                f"or one of the names {', '.join(RUNTIMES)}"
             )
         if any(given is not None for given in (workers, master, device)):
             raise UsageError(
@@ -454,6 +455,10 @@ def make_runtime(
         raise UsageError(
             "device: only workers in processes on this machine are given a device by name; on Spark they take those "
             "that executors have, and in the simulator model() decides"
+        )
+    if on == "cluster" and not {"listen", "key"} <= settings.keys():
+        raise UsageError(
+            "a cluster needs an address and a key: add --listen HOST:PORT --key FILE (tether.Cluster(...))"
         )
     count = workers if workers is not None else protocol.workers_max or 2
     settings |= {"device": device} if on == "local" else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import io
 import os
@@ -403,3 +404,8 @@ def _check_attributes(task: Task) -> None:
         raise refuse("ema", "a number between 0 and 1, such as 0.999, or None")
     if task.precision not in (known := get_args(get_type_hints(Task)["precision"])):
         raise refuse("precision", " or ".join(known))
+
+
+def code_hash(path: Path) -> str:
+    """What tells one version of a task's file from another."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()

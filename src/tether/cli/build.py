@@ -44,17 +44,35 @@ def split_settings(texts: list[str], protocol: type[Options], task: str) -> tupl
 
 def runtime(
     on: str,
-    workers: int | None,
+    workers: str | None,
     master: str | None,
     protocol: Options,
     only_sim: dict[str, Any],
+    only_cluster: dict[str, Any],
     device: str | None = None,
 ) -> Runtime:
-    """The runtime of that name; `only_sim` are options that only the simulator has."""
+    """The runtime of that name; `only_sim` and `only_cluster` are options that only these have."""
+    least, most = _range(workers)
+    only_cluster |= {"workers_max": most} if most is not None else {}
+    if only_cluster and on in api.RUNTIMES and on != "cluster":
+        raise UsageError(
+            "--listen, --key, --no-encryption and --workers MIN:MAX: only a cluster has them; add --on cluster"
+        )
     if only_sim and on in api.RUNTIMES and on != "sim":
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
         raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
-    return api.make_runtime(on, workers, master, protocol, device=device, **only_sim)
+    return api.make_runtime(on, least, master, protocol, device=device, **only_sim, **only_cluster)
+
+
+def _range(workers: str | None) -> tuple[int | None, int | None]:
+    """The numbers in MIN[:MAX]."""
+    if workers is None:
+        return None, None
+    least, colon, most = workers.partition(":")
+    try:
+        return int(least), int(most) if colon else None
+    except ValueError:
+        raise UsageError(f"--workers must be a whole number, or MIN:MAX on a cluster, not {workers!r}") from None
 
 
 def given(**options: Any) -> dict[str, Any]:

@@ -139,7 +139,7 @@ def tune(
         raise UsageError("--set alpha: a search sets alpha itself; use --alpha")
     options = cls(**settings.arguments(cls, f"protocol {protocol}", protocol_settings))
     only_sim = given(link=link, latency=latency, step_seconds=step_seconds, model_bytes=model_bytes)
-    place = runtime(on, workers, None, options, only_sim)
+    place = runtime(on, str(workers) if workers is not None else None, None, options, only_sim, {})
     found = searches.tune(
         tasks.load(task, data=data, settings=task_settings),
         options,

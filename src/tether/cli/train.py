@@ -47,8 +47,18 @@ def train(
         str | None,
         typer.Option("--protocol", "-p", help="How workers agree; the one that suits the task unless given."),
     ] = None,
-    on: Annotated[str, typer.Option(help="Where to run: local, sim or spark.")] = "local",
-    workers: WorkersOption = None,
+    on: Annotated[str, typer.Option(help="Where to run: local, sim, spark or cluster.")] = "local",
+    workers: Annotated[
+        str | None,
+        typer.Option("--workers", "-n", metavar="N", help="How many workers; on a cluster MIN:MAX lets more join."),
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="cluster: where workers reach this machine.")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="cluster: the file with the key, as 'tether keys' makes it.")] = None,
+    no_encryption: Annotated[
+        bool, typer.Option("--no-encryption", help="cluster: send in the clear, on a network that you trust.")
+    ] = False,
     master: MasterOption = None,
     device: DeviceOption = None,
     epochs: EpochsOption = None,
@@ -121,7 +131,10 @@ def train(
         model_bytes=model_bytes,
         faults=Faults.load(faults) if faults else None,
     )
-    where = runtime(on, workers, master, options, only_sim, device)
+    only_cluster = given(
+        listen=listen, key=str(key.absolute()) if key else None, encrypt=False if no_encryption else None
+    )
+    where = runtime(on, workers, master, options, only_sim, only_cluster, device)
     defaults = built.run_defaults(where.workers) if isinstance(built, CaffeTask) else {}
     if all(goal is None for goal in (epochs, steps, until, seconds, patience)):
         steps = defaults.get("steps")

@@ -132,6 +132,7 @@ class Execution:
         while True:
             plan.directory = self.directory
             plan.callbacks = self.callbacks.stepping
+            plan.task_spec = self.task_spec
             observer = RunObserver(
                 plan,
                 self.directory,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from tether.core.device import AUTO, Device, choose_device
 from tether.core.machine import Machine, Node, NodeContext, Recorder, Replica, Schedule
 from tether.core.message import Message
 from tether.core.vector import Empty, Shared
+from tether.core.wire import can_be_packed, pack_tree
 from tether.errors import UsageError
 from tether.execution.checkpoint import Restored
 from tether.execution.directory import RunDirectory
@@ -34,8 +37,12 @@ from tether.task import (
     check_can_travel,
     check_is_task,
     check_task,
+    code_hash,
     users_code,
 )
+
+#: fields of a plan that have plain values
+PLAIN_FIELDS = ("seed", "samples", "vector_bytes", "traced", "until", "seconds", "patience")
 
 
 @dataclass
@@ -70,6 +77,8 @@ class RunPlan:
     directory: RunDirectory | None = None
     #: those that workers tell of every mini-batch
     callbacks: tuple[Callback, ...] = ()
+    #: how the command line finds the task again: its spec, data and settings
+    task_spec: dict[str, Any] | None = None
     _data: Any = field(default=None, repr=False)
     #: the part of the data that was brought to this node
     _part: Any = field(default=None, repr=False)
@@ -314,6 +323,33 @@ class RunPlan:
 
     def complete(self, directory: Path) -> tuple[Node, ...] | None:
         return ()
+
+    def portable(self) -> tuple[Any, list[Tensor]] | None:
+        spec = self.task_spec
+        if spec is None or spec.get("spec") is None or self.scripted or self.callbacks:
+            return None
+        data = str(spec["data"]) if spec["data"] else ""
+        values = {
+            "task": {"spec": spec["spec"], "data": data, "settings": spec["settings"]},
+            "code": code_hash(Path(inspect.getfile(type(self.task)))),
+            "shapes": self.shapes(),
+            "protocol": {"name": self.protocol.name, **asdict(self.protocol)},
+            "nodes": msgspec.to_builtins(self.nodes),
+            "schedule": msgspec.to_builtins(self.schedule),
+            **{name: getattr(self, name) for name in PLAIN_FIELDS},
+        }
+        if (old := self.restored) is not None:
+            values["restored"] = (old.step, old.samples, old.weights, old.state, old.protocol, old.others)
+        if self.initial is not None:
+            values["initial"] = dict(self.initial.tensors), self.initial.whole
+        tensors: list[Tensor] = []
+        return (pack_tree(values, tensors), tensors) if can_be_packed(values) else None
+
+    def shapes(self) -> dict[str, list[int]]:
+        """The names and shapes of the model's tensors."""
+        if isinstance(self.task, SyntheticTask):
+            return {}
+        return {name: list(value.shape) for name, value in self.new_model().state_dict().items()}
 
     def bring(self, data: Any) -> None:
         self._part = data

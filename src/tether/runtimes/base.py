@@ -126,6 +126,10 @@ class Plan(Protocol):
         """
         ...
 
+    def portable(self) -> tuple[Any, list[Tensor]] | None:
+        """The plan as plain values and tensors, for machines that have the task's code; None if it must be pickled."""
+        ...
+
     def bring(self, data: Any) -> None:
         """Give this process's node its own part of the data, before the node is built."""
         ...

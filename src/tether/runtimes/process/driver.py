@@ -59,17 +59,19 @@ class Driver:
         hung_seconds: float,
         *,
         host: str = "",
+        keys: Keys | None = None,
         types: Iterable[type[Message]] = (),
     ) -> None:
         """A process that has not responded or made progress for `hung_seconds` or more is killed.
 
-        With a `host` nodes may be on other machines. `types` are those of messages for `_handle_other`.
+        With a `host` nodes may be on other machines; they have these `keys`, or new ones. `types` are
+        those of messages for `_handle_other`.
         """
         self._plan = plan
         self._observer = observer
         self.directory = Path(tempfile.mkdtemp(prefix="tether-"))
         self._context: zmq.Context[Any] = zmq.Context()
-        self.keys = Keys.make() if host else None
+        self.keys = (keys or Keys.make()) if host else None
         self._authenticator = self.keys.start_authenticator(self._context) if self.keys else None
         types = (*control.FROM_NODE, *types)
         self._inbox = Inbox(self._context, self.directory, DRIVER, types, keys=self.keys, host=host)

@@ -41,6 +41,8 @@ PENDING_SECONDS_MIN = 3.0
 ACCEPT_PAUSE_SECONDS = 0.1
 
 _LENGTH_BYTES = 4
+#: the name that goes with the password of sockets that do not encrypt
+_USER = "tether"
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class Keys:
     """What all processes of a run have in common, and no other process has."""
 
     secret: bytes = field(repr=False)
+    #: without encryption, sockets authenticate by a password that who reads the network can read too
+    encrypted: bool = True
 
     @staticmethod
     def make() -> Keys:
@@ -69,14 +73,23 @@ class Keys:
         """Let only processes with these keys connect to the sockets of this context, until it is stopped."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback("*", _SingleKeyProvider(self._curve[0]))
+        if self.encrypted:
+            authenticator.configure_curve_callback("*", _SingleKeyProvider(self._curve[0]))
+        else:
+            authenticator.configure_plain("*", {_USER: self.derive("plain").hex()})
         return authenticator
 
     def secure(self, socket: zmq.Socket[bytes], *, server: bool) -> None:
         """Encrypt and authenticate a socket, before it is bound or connected."""
+        socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
+        if not self.encrypted:
+            if server:
+                socket.plain_server = True
+            else:
+                socket.plain_username, socket.plain_password = _USER.encode(), self.derive("plain").hex().encode()
+            return
         public, socket.curve_secretkey = self._curve
         socket.curve_publickey = public
-        socket.handshake_ivl = round(HANDSHAKE_SECONDS * 1000)
         if server:
             socket.curve_server = True
         else:
@@ -180,9 +193,9 @@ class _PendingConnection:
 class Listener:
     """A TCP port that admits only connections whose other end holds the key. Nothing others do there is an error."""
 
-    def __init__(self, keys: Keys, purpose: str, host: str) -> None:
+    def __init__(self, keys: Keys, purpose: str, host: str, port: int = 0) -> None:
         self._key = keys.derive(purpose)
-        self._server = socket.create_server((host, 0), backlog=1024)
+        self._server = socket.create_server((host, port), backlog=1024)
         self._server.setblocking(False)
         #: where it listens
         self.port: int = self._server.getsockname()[1]

@@ -10,7 +10,6 @@ import itertools
 import os
 import pickle
 import queue
-import selectors
 import socket
 import threading
 import time
@@ -18,40 +17,31 @@ import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
-import msgspec
 import torch
 
 from tether.core.compress import Packed
 from tether.core.machine import Node
 from tether.core.message import Message, Tag
 from tether.core.wire import Codec
-from tether.errors import RunError, UsageError, WireError
+from tether.errors import RunError, UsageError
 from tether.runtimes.base import Observer, Outcome, Plan
 from tether.runtimes.collectives import joined
+from tether.runtimes.process.agent import Answer, Assignment, Refusal
+from tether.runtimes.process.agents import Agent, AgentLauncher, split_nodes
 from tether.runtimes.process.driver import Driver, check_processes
-from tether.runtimes.process.handshake import AuthenticatedConnection, Listener
-from tether.runtimes.process.launcher import Launcher, NodeExited, NodeStarted
+from tether.runtimes.process.launcher import Launcher, NodeExited
 from tether.runtimes.process.link import message_types
 from tether.runtimes.process.local_launcher import LocalLauncher
 from tether.runtimes.process.spec import NodeSpec
 from tether.runtimes.spark import collectives as exchange
 from tether.runtimes.spark import jvm
-from tether.runtimes.spark.agent import (
-    LIFELINE,
-    Answer,
-    Assignment,
-    Greeting,
-    PartitionSpec,
-    Refusal,
-    decode,
-    run_agent,
-)
+from tether.runtimes.spark.agent import Greeting, PartitionSpec, run_agent
 from tether.runtimes.spark.collectives import Announcement, Contribution, Offered, Opened, SparkCollectives, Total
 from tether.runtimes.spark.collectives import message_types as spark_message_types
 from tether.runtimes.spark.feed import NO_COUNT
@@ -155,11 +145,9 @@ class SparkDriver(Driver):
         self._offered: defaultdict[Tag, dict[str, int]] = defaultdict(dict)
 
     def execute(self) -> Outcome:
-        nodes = self._plan.nodes
-        hosts = {node.host for node in nodes if node.computes and node.host}
-        on_executors = [node for node in nodes if node.computes or node.host in hosts]
+        on_executors, local = split_nodes(self._plan.nodes)
         launchers: list[tuple[Launcher, list[Node]]] = [(self._agents, on_executors)]
-        if local := [node for node in nodes if node not in on_executors]:
+        if local:
             launchers.append((LocalLauncher(self._spec), local))
         return self.run(launchers)
 
@@ -241,33 +229,24 @@ class SparkDriver(Driver):
 
 
 @dataclass
-class _Agent:
+class SparkAgent(Agent[Greeting]):
     """What the driver knows of one agent."""
 
-    node: Node
-    greeting: Greeting
-    lifeline: socket.socket
-    #: other nodes in its process
-    colocated: tuple[Node, ...] = ()
     #: the id of its executor, "" until Spark has been asked
     executor: str = ""
 
-    @property
-    def names(self) -> list[str]:
-        """The names of all nodes that die with it, its own last."""
-        return [*(node.name for node in self.colocated), self.node.name]
 
-
-class Agents:
+class Agents(AgentLauncher[Greeting]):
     """A launcher of agents, one on each executor, or one for each GPU of it.
 
     Each place has a job with one task, which prefers an executor without an agent and takes one core of it. Spark may
     put the task on an executor that already has an agent, mostly because the preferred one has died. The driver then
     refuses the agent, the job ends, and the next job for this place waits for a free executor.
-
-    A node that does not compute, such as an aggregator, runs in the agent of the first worker of its host and dies with
-    it. The replacement of that agent does not have the node: protocols continue without it.
     """
+
+    greeting_type = Greeting
+    gone = "has died with its executor or its task"
+    living: dict[str, SparkAgent]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -278,6 +257,8 @@ class Agents:
         stream_rows: Callable[[list[int] | None], None],
     ) -> None:
         """`driver` is the address of the driver's inbox. `stream_rows` sends these agents, or all, their rows."""
+        assert spec.keys is not None, "a run across machines has keys"
+        super().__init__(spec.keys, spec.host)
         self._context = session.sparkContext
         self._session = session
         self._spec = spec
@@ -287,21 +268,6 @@ class Agents:
         #: whether rows have been sent to the first agents
         self._streamed = False
         self._group = f"tether agents {uuid.uuid4().hex[:8]}"
-        assert spec.keys is not None, "a run across machines has keys"
-        self.keys = spec.keys
-        self._listener = Listener(self.keys, LIFELINE, spec.host)
-        #: where agents reach the driver
-        self.address = spec.host, self._listener.port
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        #: other threads wake up the driver through this pair
-        self._woken, self._wake = socket.socketpair()
-        self._selector.register(self._woken, selectors.EVENT_READ)
-        self._places: dict[int, Node] = {}
-        #: other nodes in the process of each place's first agent
-        self._colocated: dict[int, tuple[Node, ...]] = {}
-        self.living: dict[str, _Agent] = {}
-        self._events: list[NodeStarted | NodeExited] = []
         self._failure = ""
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -313,24 +279,14 @@ class Agents:
 
     # ---- the launcher ----
 
-    def start(self, nodes: Iterable[Node]) -> None:
+    def _start_agents(self) -> None:
         from pyspark import InheritableThread
 
-        self.place(list(nodes))
         spec = replace(self._spec, driver=self._driver)
         self._arguments = self._context.broadcast(cloudpickle.dumps((spec, self.address, self._partition)))
         for index in self._places:
             self._threads.append(InheritableThread(target=self._run_jobs, args=(index,), daemon=True))
             self._threads[-1].start()
-
-    def place(self, nodes: list[Node]) -> None:
-        """Assign the nodes to agents."""
-        self._places = {node.index: node for node in nodes if node.computes}
-        firsts = {node.host: index for index, node in sorted(self._places.items(), reverse=True)}
-        for node in nodes:
-            if not node.computes:
-                index = firsts[node.host]
-                self._colocated[index] = (*self._colocated.get(index, ()), node)
 
     def _run_jobs(self, index: int) -> None:
         """Run jobs with an agent for this place, one after another, until the run is over."""
@@ -366,30 +322,9 @@ class Agents:
             self._closing.wait(EXECUTOR_POLL_SECONDS)
         return ""
 
-    def fileno(self) -> int:
-        return self._selector.fileno()
-
-    def wake(self) -> None:
-        """Make the driver poll for events; from any thread."""
-        with suppress(OSError):
-            self._wake.send(b".")
-
-    def poll_events(self) -> list[NodeStarted | NodeExited]:
-        for key, _ in self._selector.select(0):
-            if key.fileobj is self._woken:
-                self._woken.recv(4096)
-            elif key.data is not None:
-                self._remove(key.data, "has died with its executor or its task")
-        for accepted in self._listener.accept():
-            self._admit(accepted)
+    def _check(self) -> None:
         if self._failure:
             raise RunError(f"Spark has given up the agents: {self._failure}")
-        events, self._events = self._events, []
-        return events
-
-    def kill(self, name: str) -> None:
-        for agent in [agent for agent in self.living.values() if name in agent.names]:
-            self._remove(agent, "is given up")
 
     def output(self, name: str) -> str:
         if any(name in agent.names for agent in self.living.values()):
@@ -398,17 +333,15 @@ class Agents:
 
     def close(self, seconds: float) -> None:
         self._closing.set()
-        for agent in self.living.values():
-            agent.lifeline.close()
+        super().close(seconds)
+
+    def _end_agents(self, seconds: float) -> None:
         self._join(seconds)
         if any(thread.is_alive() for thread in self._threads):
             self._context.cancelJobGroup(self._group)
             self._join(2 * seconds)
         if self._arguments is not None:
             self._arguments.destroy()
-        self._selector.close()
-        for end in (self._listener, self._woken, self._wake):
-            end.close()
 
     def _join(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -417,27 +350,12 @@ class Agents:
 
     # ---- lifelines ----
 
-    def _admit(self, accepted: AuthenticatedConnection) -> None:
-        """Assign a new agent its node, or refuse it."""
-        lifeline = accepted.connection
-        try:
-            greeting = decode(accepted.text, Greeting)
-            answer = self._answer(greeting)
-            accepted.answer(msgspec.msgpack.encode(answer))
-        except (OSError, WireError):  # it has already gone, or is of another version of Tether
-            lifeline.close()
-            return
-        if isinstance(answer, Refusal):
-            lifeline.close()
-            return
-        node = answer.node
-        self._colocated.pop(greeting.index, None)
-        self.living[node.name] = agent = _Agent(node, greeting, lifeline, answer.colocated)
-        self._selector.register(lifeline, selectors.EVENT_READ, agent)
-        if node.life > 1:
-            self._events.append(NodeStarted(node))
+    def _make_agent(self, answer: Assignment, greeting: Greeting, lifeline: socket.socket) -> SparkAgent:
+        return SparkAgent(answer.node, greeting, lifeline, answer.colocated)
+
+    def _admitted(self, agent: Agent[Greeting]) -> None:
         if self._partition is not None and (self._streamed or len(self.living) == len(self._places)):
-            self._stream_rows([greeting.index] if self._streamed else None)
+            self._stream_rows([agent.node.index] if self._streamed else None)
             self._streamed = True
 
     def _answer(self, greeting: Greeting) -> Answer:
@@ -449,14 +367,6 @@ class Agents:
         if node is None or self._closing.is_set() or node.name in self.living:
             return Refusal("its place is taken")
         return Assignment(node, self._colocated.get(greeting.index, ()))
-
-    def _remove(self, agent: _Agent, how: str) -> None:
-        """Close the lifeline; the next agent in this place has another name."""
-        self._selector.unregister(agent.lifeline)
-        agent.lifeline.close()
-        del self.living[agent.node.name]
-        self._places[agent.node.index] = agent.node.successor()
-        self._events += [NodeExited(name, how, replaced=True) for name in agent.names]
 
     # ---- where agents are ----
 

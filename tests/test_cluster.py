@@ -1,0 +1,141 @@
+"""Plain machines: workers join a run by an address and a key, come and go, and are refused if something differs."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tether
+from tether.errors import UsageError
+from tether.runtimes.cluster import make_key, parse_address, read_key
+
+TASK = """
+import torch
+import tether
+
+class Line(tether.Task):
+    batch_size = 8
+    epochs = {epochs}
+    def model(self): return torch.nn.Linear(4, {outputs})
+    def optimizer(self, model): return torch.optim.SGD(model.parameters(), lr=0.01)
+    def train_data(self):
+        x = torch.randn(256, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
+    def loss(self, model, batch): return (model(batch[0]) - batch[1]).square().mean()
+    def evaluate(self, model):
+        x = torch.eye(4)
+        return {{"error": float((model(x) - 1).square().mean())}}
+"""
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts the program in a directory of its own; all are killed at the end."""
+    started = []
+
+    def run(*words: str, below: str = "") -> subprocess.Popen[str]:
+        directory = tmp_path / below
+        command = [sys.executable, "-m", "tether", *words]
+        started.append(subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def free_address() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return
+    raise AssertionError(f"no {text!r} in {''.join(lines)}")
+
+
+def test_a_worker_leaves_another_is_killed_and_who_joins_later_trains_to_the_end(start: Start, tmp_path: Path) -> None:
+    make_key(tmp_path / "key")
+    (tmp_path / "line.py").write_text(TASK.format(epochs=100000, outputs=1))
+    address = free_address()
+    words = ("--on", "cluster", "--listen", address, "--key", "key", "--workers", "2:4")
+    words += ("--epochs", "1000000", "--evaluate-every", "1000000")
+    driver = start("train", "line.py:Line", "--protocol", "elastic", *words, "--run", "run")
+    wait_for(driver, "waiting for 2 workers")
+    leaving, killed, staying = (start("worker", address, "--key", "key") for _ in range(3))
+    wait_for(driver, "training")
+    leaving.terminate()
+    wait_for(driver, "has left")
+    killed.kill()
+    wait_for(driver, "has died")
+    late = start("worker", address, "--key", "key")
+    wait_for(driver, "has joined")
+    assert leaving.wait(30) == 0
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=90)
+    assert driver.returncode == 130
+    assert late.wait(30) == staying.wait(30) == 0
+
+
+def test_a_worker_with_another_key_or_other_code_is_refused_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    for name, outputs in (("good", 1), ("bad", 2)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "line.py").write_text(TASK.format(epochs=1, outputs=outputs))
+    make_key(tmp_path / "key")
+    make_key(tmp_path / "other")
+    address, key = free_address(), str(tmp_path / "key")
+    words = ("--on", "cluster", "--listen", address, "--key", key, "--workers", "1", "--protocol", "single")
+    driver = start("train", "line.py:Line", *words, "--run", "run", below="good")
+    wait_for(driver, "waiting for 1 workers")
+    stranger = start("worker", address, "--key", str(tmp_path / "other"))
+    assert "does not accept this worker's key" in stranger.communicate(timeout=90)[1]
+    differing = start("worker", address, "--key", key, below="bad")
+    assert "the code of task line.py:Line differs" in differing.communicate(timeout=90)[1]
+    assert differing.returncode == 2
+    fitting = start("worker", address, "--key", key, below="good")
+    driver.communicate(timeout=90)
+    assert driver.returncode == 0
+    assert fitting.wait(30) == 0
+
+
+def test_keys_are_private_and_never_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    make_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert len(read_key(path).secret) == 32
+    with pytest.raises(UsageError, match="exists already"):
+        make_key(path)
+    path.chmod(0o644)
+    with pytest.raises(UsageError, match="chmod 600"):
+        read_key(path)
+    path.chmod(0o600)
+    path.write_text("abc")
+    with pytest.raises(UsageError, match="64 hexadecimal digits"):
+        read_key(path)
+    with pytest.raises(UsageError, match="tether keys"):
+        read_key(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["10.0.0.1", ":7000", "10.0.0.1:", "10.0.0.1:70000", "10.0.0.1:x"])
+def test_what_is_not_an_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="HOST:PORT"):
+        parse_address(text)
+
+
+def test_a_cluster_listens_at_an_address_that_workers_can_reach() -> None:
+    with pytest.raises(UsageError, match=r"not at 0\.0\.0\.0"):
+        tether.Cluster("0.0.0.0:7000", "key")
