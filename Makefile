@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WATSON := $(VENV)/.watson
+# one more than there are cores: tests of processes wait about as much as they compute
+PROCESSES := $(shell expr $$(nproc) + 1)
 
 .PHONY: demo test test-spark lint packages clean
 
@@ -12,7 +14,7 @@ demo: $(READY)
 	@echo "to call tether in this shell: . $(BIN)/activate"
 
 test: lint packages $(WATSON)
-	@$(BIN)/python -m pytest -n auto --dist worksteal -m 'not (spark or slow)'
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal -m 'not (spark or slow)'
 	@$(BIN)/python -m pytest -m 'spark and not slow'
 
 test-spark: $(READY)
@@ -25,9 +27,11 @@ lint: $(READY)
 
 # the model checker, network namespaces, a browser and npm, where they can be installed; elsewhere their tests are skipped
 packages:
-	@(command -v spin && command -v tc && command -v chromium && command -v npm) > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
-		|| apt-get install --yes -qq spin gcc iproute2 chromium npm > /dev/null \
-		|| echo "spin, gcc, iproute2, chromium and npm could not be installed; their tests are skipped"
+	@for needed in spin:spin tc:iproute2 gcc:gcc chromium:chromium npm:npm; do \
+		command -v $${needed%:*} > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
+			|| apt-get install --yes -qq $${needed#*:} > /dev/null \
+			|| echo "$${needed#*:} could not be installed; its tests are skipped"; \
+	done
 
 $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
