@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tether import Local, Sim, Single, tasks
+from tether import Callback, Local, Sim, Single, tasks
 from tether.core.vector import Vector
-from tether.errors import UsageError
+from tether.errors import Damaged, UsageError
 from tether.learner.learner import Learner, build_model, evaluate
 from tether.tasks.networks import TextCnn
-from tether.tasks.text import Text, tokens
+from tether.tasks.text import HELD_OUT, Classifier, Text, figures, tokens
+from tether.tasks.text.features import Features
+from tether.tasks.text.linear import Linear, scores
 from tether.testing.conformance import train_quietly
 
 SHARED = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -106,18 +110,18 @@ def test_rows_that_tell_when_to_stop_are_neither_trained_on_nor_those_of_the_err
     known = [int((part.tensors[0] > 1).sum()) for part in (task.train_data(), task.validation_data(), task.test_data())]
     assert known == [5 * 54, 0, 0]
 
-    metrics = task.evaluate(First())
-    for name, part in (("validation_error", task.validation_data()), ("error", task.test_data())):
+    metrics = evaluate(task, First())
+    for name, part in (("validation_error", task.validation_data()), ("network_error", task.test_data())):
         assert metrics[name] == pytest.approx(float(part.tensors[1].float().mean()))
-    assert list(metrics) == ["error", "loss", "validation_error"]
+    assert list(metrics) == ["error", "loss", "macro_f1", "linear_error", "network_error", "validation_error"]
 
 
-def test_without_rows_that_tell_when_to_stop_no_run_ends_by_the_error(tmp_path: Path) -> None:
+def test_without_rows_set_aside_the_defaults_decide_how_much_each_model_counts(tmp_path: Path) -> None:
     task = Text(weather(tmp_path / "t.csv"), validation=0)
-    assert task.patience is None and "validation_error" not in evaluate(task, build_model(task, 0))
+    assert "validation_error" not in evaluate(task, build_model(task, 0))
     alone = write(tmp_path / "x_train.csv", HEAD + "one,a\ntwo,b\n")
     task = Text(alone, test=alone)
-    assert sizes(task) == (2, 0, 2) and task.patience is None
+    assert sizes(task) == (2, 0, 2)
     assert "at most 0.5" in refusal(Text, alone, validation=0.6)
 
 
@@ -188,7 +192,7 @@ def test_files_and_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
 
 def test_tokens_are_lower_case_words_numbers_and_signs() -> None:
     assert tokens("Don't pay £9.50!") == ["don't", "pay", "£", "9", ".", "50", "!"]
-    assert tokens("Ĝis-2,OK?  \t x_y 你好") == ["ĝis", "-", "2", ",", "ok", "?", "x_y", "你好"]
+    assert tokens("Ĝis-2,OK?  \t x_y 你好") == ["ĝis", "-", "2", ",", "ok", "?", "x_y", "你", "好"]
     assert tokens(" \n") == []
 
 
@@ -235,7 +239,7 @@ def test_gadei_figure_2_filters_of_three_widths_and_the_largest_answer_of_each()
     torch.manual_seed(0)
     model = TextCnn(words=20, classes=3, embedding=6, filters=4).eval()
     text = torch.randint(1, 20, (2, 9))
-    embedded = model.embedding(text).transpose(1, 2)
+    embedded = functional.pad(model.embedding(text).transpose(1, 2), (0, 5))
     pooled = []
     for width, layer in zip((3, 4, 5), model.filters, strict=True):
         assert isinstance(layer, nn.Linear)
@@ -275,24 +279,20 @@ def test_sparse_gradients_of_the_embedding_equal_dense_ones_in_the_vector() -> N
 # ---- what it chooses ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "size"), [(9_999, 2), (10_000, 4), (100_000, 32)])
-def test_gadei_table_3_the_mini_batch_follows_the_number_of_training_rows(tmp_path: Path, rows: int, size: int) -> None:
+@pytest.mark.parametrize(("rows", "size", "epochs"), [(100, 8, 25), (5_999, 32, 10), (30_000, 128, 3)])
+def test_mini_batch_and_epochs_follow_the_number_of_rows(tmp_path: Path, rows: int, size: int, epochs: int) -> None:
     test = write(tmp_path / "x_test.csv", HEAD + "w,0\n")
     train = write(tmp_path / "x_train.csv", HEAD + "".join(f"w,{i % 2}\n" for i in range(rows)))
-    assert (task := Text(train)).batch_size == size
+    task = Text(train)
+    assert (task.batch_size, task.epochs) == (size, epochs)
     assert sum(sizes(task)) == rows + 1 and test.name in task.note() and f"mini-batches of {size}" in task.note()
-
-
-def test_patience_is_longer_for_fewer_rows(tmp_path: Path) -> None:
-    assert Text(weather(tmp_path / "few.csv")).patience == 5000 // 65
-    assert Text(weather(tmp_path / "many.csv", times=200)).patience == 5
 
 
 def test_given_settings_win_over_chosen_ones(tmp_path: Path) -> None:
     path = weather(tmp_path / "t.csv")
     given = Text(path, batch_size=7, learning_rate=0.5)
     assert (given.batch_size, given.learning_rate) == (7, 0.5)
-    assert Text(path).learning_rate == 0.001 and Text(path, momentum=0.0).learning_rate == 0.01
+    assert Text(path).learning_rate == 0.003 and Text(path, momentum=0.0).learning_rate == 0.01
     loaded = tasks.load("text", data=path, settings={"batch_size": "3", "sparse": "yes", "length": "6"})
     assert isinstance(loaded, Text) and (loaded.batch_size, loaded.sparse, loaded.length) == (3, True, 6)
 
@@ -300,15 +300,81 @@ def test_given_settings_win_over_chosen_ones(tmp_path: Path) -> None:
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_without_settings_learns_and_ends_by_itself_and_classifies_new_texts(tmp_path: Path) -> None:
-    task = Text(weather(tmp_path / "t.csv"))
-    task.patience = 20
-    result = train_quietly(task, Single(), Sim(1), tmp_path / "run")
-    assert result.figures["reason"] == "no better for 20 evaluations"
-    assert result.metrics["error"] == 0
+def test_a_run_answers_with_the_linear_model_first_and_with_both_at_its_end(tmp_path: Path) -> None:
+    task, stages = Text(weather(tmp_path / "t.csv")), []
+
+    class Watch(Callback):
+        def on_evaluation(self, step: int, samples: int, metrics: dict[str, float]) -> None:
+            stages.append(Classifier.load(tmp_path / "run").stage)
+
+    result = train_quietly(task, Single(), Sim(1), tmp_path / "run", callbacks=[Watch()])
+    assert result.metrics["error"] == 0 and set(stages) == {"linear"}
     assert task.note() in (tmp_path / "run" / "metrics.jsonl").read_text()
-    scores = result.model.eval()(task.encode(["Rain or snow on the road?", "How hot will it be"]))
-    assert [task.labels[i] for i in scores.argmax(1)] == ["wet", "hot"]
+    classifier = Classifier.load(tmp_path / "run")
+    assert classifier.stage == "final" and classifier.labels == ["hot", "wet"]
+    found = classifier.classify(["Rain or snow on the road?", "How hot will it be", ""])
+    assert [answers[0].label for answers in found[:2]] == ["wet", "hot"]
+    assert all(sum(answer.probability for answer in answers) == pytest.approx(1) for answers in found)
+    rows = json.loads((tmp_path / "run" / "task" / HELD_OUT).read_text())["rows"]
+    assert len(rows) == 8 and figures(rows)["accuracy"] == 1 and figures(rows)["classes"].keys() == {"hot", "wet"}
+    classifier.save(tmp_path / "alone")
+    assert Classifier.load(tmp_path / "alone").classify(["heat"]) == classifier.classify(["heat"])
+
+
+def test_rows_may_have_several_labels_each_with_a_probability_by_itself(tmp_path: Path) -> None:
+    rows = [("red apple", "fruit,red"), ("red car", "car,red"), ("green apple", "fruit"), ("blue car", "car")]
+    path = write(tmp_path / "t.csv", "".join(f"{text} {i},{labels}\n" for i in range(15) for text, labels in rows))
+    assert "has 2 fields" in refusal(Text, path, header=False)
+    task = Text(path, header=False, multilabel=True, holdout=0)
+    assert task.labels == ["car", "fruit", "red"] and task.train_data().tensors[1].sum(1).max() == 2
+    train_quietly(task, Single(), Sim(1), tmp_path / "run")
+    classifier = Classifier.load(tmp_path / "run")
+    found = {label for label, probability in classifier.classify(["a red apple"])[0] if probability > 0.5}
+    assert classifier.multilabel and found == {"fruit", "red"}
+    named = write(tmp_path / "n.csv", HEAD + "one two,a|b\nthree,a\nfour,b\n")
+    assert Text(named, test=named, multilabel=True).labels == ["a", "b"]
+
+
+def test_a_damaged_classifier_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "classifier.safetensors").write_bytes(b"nothing of the kind")
+    with pytest.raises(Damaged, match="train again"):
+        Classifier.load(tmp_path)
+    assert "has no classifier" in refusal(Classifier.load, tmp_path / "nowhere")
+
+
+def test_dual_coordinate_descent_reaches_the_minimum_of_the_squared_hinge_loss() -> None:
+    random = np.random.default_rng(0)
+    texts = [" ".join(random.choice(list("abcdefgh"), 4)) for _ in range(60)]
+    features, matrix = Features.of(texts)
+    targets = np.where(random.random((60, 3)) < 0.4, 1, -1).astype(np.float32)
+    fitted = Linear.fit(matrix, targets, np.arange(60), features.count).weights
+    rows = np.repeat(np.arange(60), np.diff(matrix.starts))
+    dense = torch.zeros(60, features.count)
+    dense[rows, matrix.columns] = torch.from_numpy(matrix.values)
+
+    def objective(weights: Tensor) -> Tensor:
+        margins = torch.from_numpy(targets) * (dense @ weights)
+        return (weights**2).sum() / 2 + ((1 - margins).clamp_min(0) ** 2).sum()
+
+    best = torch.zeros(features.count, 3, requires_grad=True)
+    optimizer = torch.optim.LBFGS([best], max_iter=200, line_search_fn="strong_wolfe")
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        objective(best).backward()
+        return float(objective(best).detach())
+
+    optimizer.step(closure)
+    assert float(objective(torch.from_numpy(fitted))) < 1.02 * float(objective(best).detach())
+    assert np.allclose(scores(features.matrix(texts), fitted), (dense @ torch.from_numpy(fitted)).numpy(), atol=1e-4)
+
+
+def test_features_of_equal_texts_are_equal_and_others_are_left_out() -> None:
+    features, matrix = Features.of(["How far is it?", "東京は雨です", "비가 와요", "مَطَر"])
+    again = features.matrix(["how FAR  is it ?", "東京は雨です", "비가 와요", "مطر", "zzz"])
+    for name in ("columns", "values"):
+        assert np.array_equal(getattr(again, name)[:-1], getattr(matrix, name))
+    assert again.columns[-1] == features.count - 1 and np.diff(again.starts)[-1] == 1
 
 
 def test_workers_in_processes_of_their_own_read_the_rows_again(tmp_path: Path) -> None:

@@ -148,12 +148,12 @@ class TextCnn(nn.Module):
         words = functional.pad(self.embedding(text[:, :longest]), (0, 0, 0, widest))
         size = words.shape[-1]
         # one matrix product for all places of all filters; a filter's output is the sum over its places, shifted
-        parts = [layer.weight.unflatten(1, (width, size)).transpose(0, 1) for width, layer in self._layers()]
+        parts = [layer.weight.view(-1, width, size).transpose(0, 1) for width, layer in self._layers()]
         outputs = functional.linear(words, torch.cat([part.flatten(0, 1) for part in parts]))
         largest, start, windows = [], 0, longest + 1
         for width, layer in self._layers():
             count = len(layer.bias)
-            total = layer.bias
+            total: Tensor = layer.bias
             for place in range(width):
                 total = total + outputs[:, place : place + windows, start : start + count]
                 start += count

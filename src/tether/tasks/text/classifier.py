@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -139,3 +140,26 @@ def encode(texts: Iterable[str], words: Mapping[str, int], length: int) -> Tenso
     for row, text in zip(encoded, found, strict=True):
         row[: len(text)] = text
     return torch.from_numpy(encoded)
+
+
+def figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Accuracy, macro-F1, and the figures of each label, of rows as the file of held-out rows has them.
+
+    A row's first answer is what counts; with several labels, it is right if it is one of them.
+    """
+    true = [list(row["labels"]) for row in rows]
+    found = [row["answers"][0][0] for row in rows]
+    hits, answered, have = Counter[str](), Counter(found), Counter(label for labels in true for label in labels)
+    for answer, labels in zip(found, true, strict=True):
+        hits[answer] += answer in labels
+    classes = {
+        label: {
+            "precision": hits[label] / answered[label] if answered[label] else 0.0,
+            "recall": hits[label] / have[label] if have[label] else 0.0,
+            "f1": 2 * hits[label] / (answered[label] + have[label]),
+            "rows": have[label],
+        }
+        for label in sorted({*answered, *have})
+    }
+    mean = sum(each["f1"] for each in classes.values()) / max(1, len(classes))
+    return {"accuracy": hits.total() / max(1, len(true)), "macro_f1": mean, "classes": classes}

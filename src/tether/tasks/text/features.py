@@ -103,15 +103,15 @@ class Features:
         """(1 + ln tf) x idf, words and runs of characters each of length 1, and a constant as the last column."""
         known = places >= 0
         rows, places = rows[known], places[known]
-        values = (1 + np.log(counts[known])) * self.weights[places]
+        values = ((1 + np.log(counts[known])) * self.weights[places]).astype(np.float32)
         block = 2 * rows + (self.hashes[places] & np.uint64(1)).astype(np.int64)
         norms = np.sqrt(np.bincount(block, values * values, 2 * count))
-        values = values / norms[block]
+        values = (values / norms[block]).astype(np.float32)
         # rows are ascending already: the constant goes behind each row's features
         ends = np.cumsum(np.bincount(rows, minlength=count))
         columns = np.insert(places, ends, len(self.hashes))
         starts = np.concatenate(([0], ends + np.arange(1, count + 1)))
-        return Matrix(starts, columns, np.insert(values, ends, 1.0).astype(np.float32))
+        return Matrix(starts, columns, np.insert(values, ends, 1.0))
 
     @property
     def count(self) -> int:

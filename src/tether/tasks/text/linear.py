@@ -102,4 +102,5 @@ def _log_ratios(matrix: Matrix, targets: Floats, rows: Integers, features: int) 
     ratios = np.abs(np.log(counts[0] / counts[0].sum()) - np.log(counts[1] / counts[1].sum()))
     ratios[-1] = 1.0
     mean = np.sqrt((ratios[matrix.columns] ** 2).mean())
-    return (0.5 + 0.5 * ratios / mean).astype(np.float32)
+    scale: Floats = (0.5 + 0.5 * ratios / mean).astype(np.float32)
+    return scale

@@ -41,17 +41,17 @@ class Mixture:
 
         `targets` are class numbers or, with `multilabel`, 1 or 0 of each class; they may be of no rows.
         """
+        linear, network = linear.double(), None if network is None else network.double()
         start = Mixture.default(linear.shape[1], multilabel)
         begin = torch.tensor([0.0, math.log(start.linear_factor), 0.0, 0.0, 0.0], dtype=torch.float64)
         shift = torch.zeros_like(begin, requires_grad=True)
-        own = None if network is None else network.double()
 
         def parameters() -> list[Tensor]:
             raw = begin + shift
             return [raw[0].sigmoid(), raw[1].exp(), raw[2].exp(), raw[3], raw[4]]
 
         def objective() -> Tensor:
-            mixed = _mixed(linear.double(), own, parameters(), multilabel)
+            mixed = _mixed(linear, network, parameters(), multilabel)
             mixed = mixed.clamp(1e-9, 1 - 1e-9)
             if multilabel:
                 loss = functional.binary_cross_entropy(mixed, targets.double(), reduction="sum")
@@ -64,13 +64,15 @@ class Mixture:
         def closure() -> float:
             optimizer.zero_grad()
             value = objective()
-            value.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(value)
             return value.item()
 
         with torch.enable_grad():
             optimizer.step(closure)  # type: ignore[no-untyped-call]
-        share, *others = (float(value) for value in parameters())
-        return Mixture(1.0 if own is None else share, *others, multilabel)
+        share, linear_factor, network_factor, linear_offset, network_offset = (float(p.item()) for p in parameters())
+        if network is None:
+            share = 1.0
+        return Mixture(share, linear_factor, network_factor, linear_offset, network_offset, multilabel)
 
     def probabilities(self, linear: Tensor, network: Tensor | None) -> Tensor:
         """Of each label of each row."""

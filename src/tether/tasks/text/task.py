@@ -278,7 +278,7 @@ class Text(Classification):
         """What the convolution alone answers."""
         device = next(model.parameters()).device
         with torch.no_grad():
-            parts = [model(texts.to(device)).float().cpu() for texts in samples.tensors[0].split(self.chunk)]
+            parts = [model(texts.to(device)).float().cpu() for texts in torch.split(samples.tensors[0], self.chunk)]
         return torch.cat(parts) if parts else torch.empty(0, len(self.labels))
 
     @cached_property
