@@ -21,7 +21,7 @@ from tether.learner.learner import InitialWeights
 from tether.protocols import make as make_protocol
 from tether.task import Task, code_hash
 
-if TYPE_CHECKING:
+
 def unpack(
     packed: Any, tensors: list[Tensor], find: Callable[[str], Path], load: Callable[[str, str, dict[str, str]], Task]
 ) -> RunPlan:
