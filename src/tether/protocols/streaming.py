@@ -82,7 +82,12 @@ class Streaming(Circulation):
 
     @classmethod
     def variants(cls) -> tuple[Options, ...]:
-        return cls(), cls(tau=4), cls(phases=1, shards=2, tau=2, mix=0.0), cls(tau=3, weighted=True, outer_momentum=0.0)
+        return (
+            cls(),
+            cls(tau=4),
+            cls(phases=1, shards=2, tau=2, mix=0.0, outer_momentum=0.5),
+            cls(tau=3, weighted=True, outer_momentum=0.0),
+        )
 
     def machine(self, context: NodeContext) -> Machine:
         return StreamingHub(context, self) if context.node.role == "hub" else StreamingWorker(context, self)
