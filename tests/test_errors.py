@@ -137,8 +137,8 @@ def test_a_missing_or_surplus_argument_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize("on", [4, Local], ids=repr)
 def test_a_runtime_that_is_none_is_refused_with_those_that_there_are(on: Any) -> None:
-    expected = f"on must be tether.Local(...), tether.Sim(...) or tether.Spark(...), not {on!r}"
-    with pytest.raises(UsageError, match=f"^{re.escape(expected)}; or one of the names local, sim, spark$"):
+    expected = f"on must be tether.Local(...), tether.Sim(...), tether.Spark(...) or tether.Cluster(...), not {on!r}"
+    with pytest.raises(UsageError, match=f"^{re.escape(expected)}; or one of the names local, sim, spark, cluster$"):
         tether.run(Blobs(), on=on, steps=1)
 
 
