@@ -430,7 +430,7 @@ def test_the_first_program_of_the_readme_is_the_example() -> None:
 
 @pytest.mark.parametrize("on", [Sim(workers=2, step_seconds=0.1), Local(2)], ids=["sim", "local"])
 def test_a_run_ends_when_its_time_has_passed(on: Any, tmp_path: Path) -> None:
-    result = train_quietly(Blobs(), Mpca(), on, tmp_path / "run", seconds=1.5)
+    result = train_quietly(Blobs(), Mpca(), on, tmp_path / "run", epochs=1_000_000, seconds=1.5)
     assert result.figures["reason"] == "1.5 s have passed"
     assert result.figures["seconds"] >= 1.5 and (not on.virtual or result.figures["seconds"] < 4)
     further = resume(tmp_path / "run", Blobs(), seconds=1.5, progress=make_progress(quiet=True))
