@@ -6,6 +6,7 @@ Samples are read raw, so that a batch is transformed at once, where the model co
 from __future__ import annotations
 
 import io
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,6 +269,8 @@ class Feed:
     data: Any
     transform: Transform | None
     shapes: tuple[tuple[int, ...], ...]
+    #: how many samples tests leave out at first, drawn once below rand_skip; training begins at random places anyway
+    skip: int = 0
 
     def inputs(self, batch: Any) -> dict[str, Tensor]:
         """The tops of a batch of samples."""
@@ -314,17 +317,19 @@ def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -
     if len(tops) > len(shapes):
         raise UsageError(f"it has {len(tops)} tops, and its data {len(shapes)}")
     batched = tuple((int(param.batch_size), *shape) for shape in shapes[: len(tops)])
-    return Feed(spec.name, tops, int(param.batch_size), data, transform, batched)
+    skip = random.Random(spec.name).randrange(max(1, min(len(data), getattr(param, "rand_skip", 0))))
+    return Feed(spec.name, tops, int(param.batch_size), data, transform, batched, skip)
 
 
 class Together:
     """Samples of several data layers, side by side."""
 
-    def __init__(self, feeds: list[Feed]) -> None:
-        self.feeds = feeds
+    def __init__(self, feeds: list[Feed], least: int = 0) -> None:
+        """`least`: how many samples there are if no data layer has any, which then are empty."""
+        self.feeds, self.least = feeds, least
 
     def __len__(self) -> int:
-        return max(len(feed.data) for feed in self.feeds)
+        return max((len(feed.data) for feed in self.feeds), default=self.least)
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, ...]]:
         return [feed.data[index % len(feed.data)] for feed in self.feeds]

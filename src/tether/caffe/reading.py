@@ -186,9 +186,7 @@ def _parse(text: str, into: Any, path: Path) -> None:
     from google.protobuf import text_format
 
     try:
-        with warnings.catch_warnings():  # protobuf decodes unknown escapes with a codec that warns of them
-            warnings.simplefilter("ignore", DeprecationWarning)
-            text_format.Parse(text, into)
+        _text_to_message(text, into)
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         what = str(error).partition(" : ")[2] or str(error)
@@ -198,6 +196,14 @@ def _parse(text: str, into: Any, path: Path) -> None:
         ) from None
     except (ValueError, TypeError, UnicodeError) as error:
         raise UsageError(f"{path} cannot be parsed: {error}") from None
+
+
+def _text_to_message(text: str, into: Any) -> None:
+    from google.protobuf import text_format
+
+    with warnings.catch_warnings():  # protobuf decodes unknown escapes with a codec that warns of them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        text_format.Parse(text, into)
 
 
 def _fields_of(error: str) -> str:
@@ -220,7 +226,7 @@ def _is_net(text: str) -> bool:
     from google.protobuf import text_format
 
     try:
-        text_format.Parse(text, message("NetParameter"))
+        _text_to_message(text, message("NetParameter"))
     except (text_format.ParseError, ValueError, TypeError):
         return False
     return True

@@ -34,6 +34,10 @@ def _state(source: NetFile, phase: str) -> State:
     return state_of(source.net, phase.upper())
 
 
+def _sources(data: list[str] | None) -> dict[str, str]:
+    return parse_sources("".join(f"{item}\n" for item in data or []))
+
+
 def summary(
     net: NetArgument,
     phase: PhaseOption = "TRAIN",
@@ -88,7 +92,7 @@ def _shapes(source: NetFile, state: State, data: list[str] | None, inputs: list[
         except ValueError:
             raise UsageError(f"--input {text!r} is not understood; write it like --input data=64,3,32,32") from None
     if not given:
-        return {feed.name: feed.shapes for feed in open_feeds(source, state, parse_sources(",".join(data or [])))}
+        return {feed.name: feed.shapes for feed in open_feeds(source, state, _sources(data))}
     # tops that are not named are labels, one for each sample
     count = next(iter(given.values()))[:1]
     return {spec.name: [given.get(top, count) for top in spec.top] for spec in source.net.layer if not spec.bottom}
@@ -104,7 +108,7 @@ def score(
     """Test trained weights: print the outputs of a net in phase TEST, as means over the data."""
     source = read_net(model)
     state = _state(source, "TEST")
-    feeds = open_feeds(source, state, parse_sources(",".join(data or [])))
+    feeds = open_feeds(source, state, _sources(data))
     if not feeds:
         raise UsageError(
             f"{model} has no data layer in phase TEST, so there is nothing to test on: name a train_val file"
