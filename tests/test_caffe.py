@@ -17,7 +17,7 @@ from tether import CaffeTask, Elastic, Server, Sim, Single, UsageError, run
 from tether.caffe.convert import from_lmdb, to_lmdb
 from tether.caffe.data import Transform, decode_datum
 from tether.caffe.net import Net
-from tether.caffe.reading import read_net, state_of
+from tether.caffe.reading import read_net, read_solver, state_of
 from tether.caffe.schema import message
 from tether.caffe.solver import CaffeSolver, Policy
 from tether.caffe.weights import load_weights, write_weights
@@ -485,6 +485,7 @@ SIZES = {
     "vgg_a": ((1, 3, 224, 224), 132_863_336),
     "vgg16": ((1, 3, 224, 224), 138_357_544),
     "googlenet": ((1, 3, 224, 224), 13_378_280),
+    "resnet50": ((1, 3, 224, 224), 25_557_032),
     "squeezenet": ((1, 3, 227, 227), 1_235_496),
 }
 
@@ -507,6 +508,10 @@ def test_the_definitions_are_what_their_script_writes() -> None:
     spec.loader.exec_module(module)
     for name, make in module.NETS.items():
         assert (EXAMPLES / f"{name}_train_test.prototxt").read_text() == make()
+    for name, settings in module.SOLVERS.items():
+        assert (EXAMPLES / f"{name}_solver.prototxt").read_text() == module.solver(name, settings)
+        solver = read_solver(EXAMPLES / f"{name}_solver.prototxt")
+        assert Policy.of(solver.solver).rate(0) == pytest.approx(solver.solver.base_lr)
 
 
 @pytest.fixture

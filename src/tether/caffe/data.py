@@ -299,6 +299,10 @@ def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -
             if missing := [top for top in tops if top not in file]:
                 raise UsageError(f"{path} lacks the arrays {', '.join(missing)}; it has {', '.join(file)}")
             arrays = [torch.from_numpy(file[top]) for top in tops]
+        if spec.type == "HDF5Data" or arrays[0].ndim != 4:
+            if spec.HasField("transform_param"):
+                raise UsageError(f"transform_param is for images; {tops[0]!r} has the shape {tuple(arrays[0].shape)}")
+            arrays[0], transform = arrays[0].float(), None
         data: Any = ArrayData([arrays[0], *(array.float() for array in arrays[1:])])
     elif spec.type == "HDF5Data":
         data, transform = read_hdf5(path, tops), None

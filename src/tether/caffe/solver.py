@@ -145,6 +145,30 @@ class CaffeSolver(torch.optim.Optimizer):
             self._positions = {id(p): start for p, start in zip(learned, ends, strict=False)}
         self.beginning = (tuple(wholes), state.iteration)
 
+    def histories(self, net: Net) -> tuple[Tensor, ...]:
+        """The histories as a .solverstate has them, after the optimizer was made to work on runs of the vector."""
+        learned = [p for p in net.parameters() if p.requires_grad]
+        ends = [0, *itertools.accumulate(p.numel() for p in learned)]
+        positions = {id(p): start for p, start in zip(learned, ends, strict=False)}
+        found: list[Tensor] = []
+        for slot, name in enumerate(("history", "second")[: slots(self.type)]):
+            whole = torch.zeros(ends[-1])
+            for group in self.param_groups:
+                for run in group["params"]:
+                    start = getattr(run, "start", positions.get(id(run), 0))
+                    values = self.state[run].get(name)
+                    values = self._first_history(run, slot) if values is None else values
+                    whole[start : start + run.numel()] = values.reshape(-1).cpu()
+            for blob in net.blobs:
+                if blob.owner != (blob.module, blob.name):
+                    continue
+                parameter = net.layers[blob.module]._parameters.get(blob.name)
+                start = positions.get(id(parameter), -1)
+                # statistics, and parameters with an lr_mult of 0, have an empty history in Caffe too
+                values = whole[start : start + math.prod(blob.shape)] if start >= 0 else torch.zeros(blob.shape)
+                found.append(values.reshape(blob.shape))
+        return tuple(found)
+
 
 def slots(kind: str) -> int:
     """How many histories a parameter has."""
@@ -206,6 +230,12 @@ class Policy:
             where = f"lr_policy {self.name} with gamma {self.gamma:g} and power {self.power:g}"
             raise UsageError(f"{where} has no rate at iteration {iteration}") from None
         return 1.0
+
+    def current_step(self, iteration: int) -> int:
+        """How often the rate was lowered, which a .solverstate holds."""
+        if self.name == "step":
+            return iteration // self.stepsize
+        return self._steps_before(iteration) if self.name == "multistep" else 0
 
     def _steps_before(self, iteration: int) -> int:
         # Caffe goes on to the next value only when it has passed the one before

@@ -11,15 +11,20 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from tether import tasks
+from tether.caffe import CaffeTask, drawing
 from tether.caffe.convert import from_lmdb, to_lmdb
 from tether.caffe.data import LmdbData
 from tether.caffe.net import Net
 from tether.caffe.reading import NetFile, State, read_net, state_of
+from tether.caffe.solver import CaffeSolver
 from tether.caffe.task import measure, open_feeds, parse_sources
-from tether.caffe.weights import load_weights
-from tether.cli.options import JsonOption
+from tether.caffe.weights import SolverState, load_weights, write_state, write_weights
+from tether.cli.options import JsonOption, RunArgument
 from tether.cli.output import err, out
 from tether.errors import UsageError
+from tether.execution.directory import RunDirectory
+from tether.learner.learner import Learner
 
 NetArgument = Annotated[Path, typer.Argument(metavar="NET", help="A net file.")]
 PhaseOption = Annotated[str, typer.Option(help="TRAIN or TEST.")]
@@ -46,12 +51,17 @@ def summary(
         list[str] | None,
         typer.Option("--input", metavar="TOP=N,C,H,W", help="The shape of a top of a data layer, without its data."),
     ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the graph to this .svg, .png or .pdf.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the layers of a net with their shapes, parameters and connections."""
     source = read_net(net)
     state = _state(source, phase)
     built = Net(source, state, _shapes(source, state, data, inputs))
+    if draw is not None:
+        drawing.draw(built, draw)
     counts: dict[str, int] = {}
     for blob in built.blobs:
         counts[blob.module] = counts.get(blob.module, 0) + math.prod(blob.shape)
@@ -122,6 +132,47 @@ def score(
         return
     for name, value in found.items():
         out.print(f"{name}: {value:.6g}", highlight=False, markup=False)
+
+
+def snapshot(
+    run: RunArgument,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--to", metavar="PREFIX", help="Begin the names of the files like this; as the solver says if not."
+        ),
+    ] = None,
+) -> None:
+    """Write the newest checkpoint of a run as a .caffemodel and a .solverstate, from which Caffe can continue."""
+    directory = RunDirectory.open(run)
+    config = directory.read_config()
+    spec = config["task"]
+    if spec.get("spec") is None or not tasks.is_solver(spec["spec"]):
+        raise UsageError(f"{run} is not a run of 'tether train' with a solver of Caffe")
+    restored = directory.load_checkpoint()
+    if restored is None:
+        raise UsageError(f"{run} has no checkpoint: let it run longer, or start it with fewer --checkpoint-seconds")
+    task = tasks.load(spec["spec"], settings=spec["settings"])
+    assert isinstance(task, CaffeTask)
+    learner = Learner(task, iter(()), node="snapshot", seed=0)
+    learner.weights.copy_(restored.weights)
+    with_optimizer = [state for _, state in sorted(restored.workers.items()) if "optimizer" in state]
+    for state in [restored.replica_state, *with_optimizer[:1]]:
+        learner.restore(state)
+    net, solver = learner.model, learner.optimizer
+    assert isinstance(net, Net) and isinstance(solver, CaffeSolver)
+    batches = restored.samples / (task.batch_size * task.accumulate)
+    iteration = task.first_iteration + round(batches if task.iterations == "all" else batches / config["workers"])
+    prefix = to or Path(task.snapshot_name)
+    weights = prefix.with_name(f"{prefix.name}_iter_{iteration}.caffemodel")
+    write_weights(net, weights)
+    histories = solver.histories(net)
+    write_state(
+        weights.with_suffix(".solverstate"),
+        SolverState(iteration, str(weights), histories),
+        task.policy.current_step(iteration),
+    )
+    out.print(f"{weights} and {weights.with_suffix('.solverstate').name}: iteration {iteration}", highlight=False)
 
 
 def to_lmdb_command(
