@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 import random
+import signal
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,16 @@ from torch import Tensor
 from tether import CaffeTask, Elastic, Server, Sim, Single, UsageError, run
 from tether.caffe.convert import from_lmdb, to_lmdb
 from tether.caffe.data import Transform, decode_datum
+from tether.caffe.drawing import boxes_of
 from tether.caffe.net import Net
 from tether.caffe.reading import read_net, read_solver, state_of
 from tether.caffe.schema import message
-from tether.caffe.solver import CaffeSolver, Policy
-from tether.caffe.weights import load_weights, write_weights
+from tether.caffe.solver import CaffeSolver, Policy, slots
+from tether.caffe.task import parse_sources
+from tether.caffe.weights import SolverState, load_weights, read_blobs, read_state, write_state, write_weights
+from tether.cli import app as cli
 from tether.execution.progress import make_progress
+from tether.task import Length
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "caffe"
 QUIET = make_progress(quiet=True)
@@ -558,6 +566,241 @@ def test_a_solver_trains_under_protocols_that_step_at_workers_and_at_the_hub(
         torch.testing.assert_close(state[name], value)
 
 
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """Runs a command line in the folder of the test; returns its output, or its error if it failed."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(line: str) -> str:
+        monkeypatch.setattr("sys.argv", ["tether", *line.split()])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said, wrong = capsys.readouterr()
+        return str(wrong if ended.value.code else said)
+
+    yield call
+    signal.signal(signal.SIGTERM, before)
+
+
+SIM = "train solver.prototxt --protocol single --on sim --json"
+
+
+def test_weights_are_trained_scored_and_fine_tuned_on_the_command_line(
+    tmp_path: Path, solver: Path, command: Any
+) -> None:
+    figures = json.loads(command(f"{SIM} --run first"))
+    assert figures["steps"] == 60 and figures["metrics"]["accuracy"] > 0.9
+    trained = "first/task/small.caffemodel"
+    scored = json.loads(command(f"caffe score --model net.prototxt --weights {trained} --json"))
+    assert scored == {"batches": 2, "metrics": figures["metrics"]}
+    longer = json.loads(command(f"caffe score --model net.prototxt --weights {trained} --data d=train_lmdb --json"))
+    assert longer["batches"] == 10
+    again = json.loads(command(f"{SIM} --run second --weights {trained} --steps 1"))
+    assert again["metrics"]["accuracy"] > 0.9
+    assert "cannot be read: No such file" in command("caffe score --model net.prototxt --weights nothing.caffemodel")
+    assert "is a solver, and not a net" in command(f"caffe score --model solver.prototxt --weights {trained}")
+    assert "is not a binary NetParameter" in command(f"{SIM} --weights net.prototxt")
+    solver.write_text(solver.read_text() + f' weights: "{trained}"')
+    assert json.loads(command(f"{SIM} --run third --steps 1"))["digest"] == again["digest"]
+
+
+def test_a_snapshot_goes_to_caffe_and_back(tmp_path: Path, solver: Path, command: Any) -> None:
+    whole = json.loads(command(f"{SIM} --run whole"))
+    solver.write_text(solver.read_text() + ' snapshot: 20 snapshot_prefix: "elsewhere/snap"')
+    command(f"{SIM} --run half --steps 40")
+    assert sorted(path.name for path in Path("half/task").iterdir()) == [
+        "snap.caffemodel",
+        "snap_iter_20.caffemodel",
+        "snap_iter_40.caffemodel",
+    ]
+    assert "iteration 40" in command("caffe snapshot half")
+    state = read_state(Path("snap_iter_40.solverstate"))
+    assert (state.iteration, [tuple(h.shape) for h in state.histories]) == (40, [(2, 36), (2,)])
+    assert min(h.abs().max().item() for h in state.histories) > 0
+    command(f"{SIM} --run rest --weights snap_iter_40.solverstate")
+    config = json.loads(Path("rest/run.json").read_text())
+    assert config["result"]["steps"] == 20
+    # the order of the data differs, since each part begins its own; rate, momentum and weights are those of the whole
+    assert config["result"]["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], abs=0.02)
+    resumed = json.loads(command("resume half --steps 60 --json"))
+    assert resumed["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], abs=1e-6)
+    assert Path("half/task/snap_iter_60.caffemodel").exists()
+    assert "iteration 60" in command("caffe snapshot half")
+    refused = command(f"{SIM} --weights snap_iter_60.solverstate")
+    assert "has max_iter 60; it must be more than 60" in refused
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam"])
+def test_a_solver_continues_from_its_state_as_if_it_had_not_stopped(tmp_path: Path, kind: str) -> None:
+    text = """layer { name: "d" type: "DummyData" top: "x" top: "y" dummy_data_param { shape { dim: 4 dim: 3 }
+  data_filler { type: "constant" value: 0.5 } } }
+layer { name: "bn" type: "BatchNorm" bottom: "x" top: "n" }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" param { lr_mult: 1 } param { lr_mult: 0 }
+  inner_product_param { num_output: 3 weight_filler { type: "xavier" } } }
+layer { name: "q" type: "Scale" bottom: "ip" top: "q" }
+layer { name: "loss" type: "EuclideanLoss" bottom: "q" bottom: "y" top: "loss" }
+layer { name: "s" type: "Silence" bottom: "n" }"""
+    momentum = 0.0 if kind in ("AdaGrad", "RMSProp") else 0.9
+    (tmp_path / "solver.prototxt").write_text(
+        f'type: "{kind}" base_lr: 0.01 momentum: {momentum} lr_policy: "step" gamma: 0.5 stepsize: 4 max_iter: 9 '
+        f"net_param {{ {text} }}"
+    )
+    task = CaffeTask(tmp_path / "solver.prototxt")
+
+    def trained(task: CaffeTask, net: Net, steps: int) -> CaffeSolver:
+        learner = task.optimizer(net)
+        schedule = task.scheduler(learner, Length(9, 1.0, 1))
+        assert isinstance(learner, CaffeSolver) and schedule is not None
+        for _ in range(steps):
+            learner.zero_grad()
+            net.loss({}).backward()
+            learner.step()
+            schedule.step()
+        return learner
+
+    torch.manual_seed(18)
+    whole, parts = task.model(), task.model()
+    parts.load_state_dict(whole.state_dict())
+    assert isinstance(whole, Net) and isinstance(parts, Net)
+    trained(task, whole, 9)
+    half = trained(task, parts, 5)
+    write_weights(parts, tmp_path / "it.caffemodel")
+    write_state(tmp_path / "it.solverstate", SolverState(5, "it.caffemodel", half.histories(parts)), 1)
+    later = CaffeTask(tmp_path / "solver.prototxt", snapshot=tmp_path / "it.solverstate")
+    defaults = later.run_defaults(1, None)
+    assert defaults["steps"] == 4
+    fresh = later.model()
+    assert isinstance(fresh, Net)
+    fresh.load_state_dict(defaults["weights"])
+    trained(later, fresh, 4)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(fresh.state_dict()[name], value, msg=name)
+    if slots(kind) == 1:
+        (tmp_path / "other.prototxt").write_text(later.path.read_text().replace(f'"{kind}"', '"AdaDelta"'))
+        with pytest.raises(UsageError, match="has 6 histories, and AdaDelta has 12"):
+            CaffeTask(tmp_path / "other.prototxt", snapshot=tmp_path / "it.solverstate")
+
+
+def test_a_run_in_processes_resumes_with_its_policy(tmp_path: Path, solver: Path, command: Any) -> None:
+    line = "train solver.prototxt --protocol elastic --on local --workers 2 --steps 40 --run run --json"
+    assert json.loads(command(line))["samples"] >= 2 * 40 * 10
+    figures = json.loads(command("resume run --steps 60 --json"))
+    assert figures["steps"] >= 60 and figures["metrics"]["accuracy"] > 0.9
+    assert Path("run/task/small.caffemodel").exists()
+
+
+def test_arrays_become_an_lmdb_and_come_back_on_the_command_line(tmp_path: Path, command: Any) -> None:
+    images, labels = np.arange(24, dtype=np.uint8).reshape(2, 3, 2, 2), np.array([4, 1])
+    np.savez(tmp_path / "a.npz", x=images, y=labels)
+    assert "2 records" in command("data to-lmdb a.npz db --images x --labels y")
+    assert "has an LMDB already" in command("data to-lmdb a.npz db --images x --labels y")
+    assert "2 images" in command("data from-lmdb db b.npz")
+    with np.load("b.npz") as file:
+        assert (file["data"] == images).all() and file["label"].tolist() == [4, 1]
+    (tmp_path / "text.npz").write_text("no arrays")
+    assert "lacks the arrays data, label; it has x, y" in command("data to-lmdb a.npz c")
+    assert "is not an .npz file" in command("data to-lmdb text.npz c")
+    assert "No such file" in command("data to-lmdb nothing.npz c")
+    assert "is not an LMDB" in command("data from-lmdb c d.npz")
+
+
+def test_lists_of_images_and_hdf5_files_are_data_too(tmp_path: Path, solver: Path, command: Any) -> None:
+    import h5py
+    from PIL import Image
+
+    text = Path("net.prototxt").read_text()
+    for part, count in (("train", 60), ("test", 40)):
+        images, labels = from_lmdb(Path(f"{part}_lmdb"))
+        for index in range(count):
+            Image.fromarray(images[index, 0]).save(f"{part} {index}.png")
+        lines = [f"{part} {index}.png {labels[index]}\n" for index in range(count)]
+        Path(f"{part}.txt").write_text("".join(lines))
+        with h5py.File(f"{part}.h5", "w") as file:
+            file["data"], file["label"] = images[:count] / np.float32(256), labels[:count]
+        Path(f"{part}_h5.txt").write_text(f"{part}.h5\n")
+    for kind, field, more in (
+        ("IMAGE_DATA", "image_data_param", "is_color: false new_height: 6 new_width: 6"),
+        ("HDF5_DATA", "hdf5_data_param", ""),
+    ):
+        changed = (
+            text.replace("type: DATA", f"type: {kind}").replace("data_param", field).replace("backend: LMDB", more)
+        )
+        changed = changed.replace("scale: 0.00390625", "" if kind == "HDF5_DATA" else "scale: 0.00390625")
+        end = "_h5.txt" if kind == "HDF5_DATA" else ".txt"
+        Path("net.prototxt").write_text(changed.replace("_lmdb", end))
+        figures = json.loads(command(f"{SIM} --run {kind}"))
+        assert figures["metrics"]["accuracy"] > 0.9
+        Path(f"train{end}").write_text("nothing.png 1\n" if kind == "IMAGE_DATA" else "nothing.h5\n")
+        assert "nothing" in command(SIM)
+
+
+def test_a_path_of_data_may_have_commas_and_one_database_may_serve_both_phases(
+    tmp_path: Path, solver: Path, command: Any
+) -> None:
+    Path("train_lmdb").rename("a,b")
+    figures = json.loads(command(f"{SIM} --steps 2 --data d=a,b"))
+    assert figures["samples"] == 20 and "does not say where data is" in command(f"{SIM} --data d")
+    assert parse_sources("a=b,c=d") == {"a": str(tmp_path / "b"), "c": str(tmp_path / "d")}
+
+
+def test_workers_share_the_iterations_of_one_if_told_to(tmp_path: Path, solver: Path) -> None:
+    task = CaffeTask(solver, iterations="all", rate=3)
+    defaults = task.run_defaults(4, None)
+    assert defaults["steps"] == 15 and defaults["evaluate_every"] == 1.0
+    optimizer = task.optimizer(task.model())
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.6)
+    schedule = task.scheduler(optimizer, Length(15, 5.0, 4))
+    assert schedule is not None
+    rates = []
+    for _ in range(15):
+        rates.append(optimizer.param_groups[0]["lr"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            schedule.step()
+    # stepsize 30 is passed at step 8, after 32 iterations
+    assert rates == [pytest.approx(0.6)] * 8 + [pytest.approx(0.3)] * 7
+    with pytest.raises(UsageError, match="rate is 0"):
+        CaffeTask(solver, rate=0)
+
+
+def test_a_net_that_draws_its_own_data_trains(tmp_path: Path) -> None:
+    (tmp_path / "solver.prototxt").write_text(
+        """base_lr: 0.1 lr_policy: "fixed" max_iter: 30 random_seed: 3 net_param {
+layer { name: "d" type: "DummyData" top: "x" top: "y" dummy_data_param { shape { dim: 5 dim: 2 }
+  data_filler { type: "gaussian" } data_filler { value: 2 } } }
+layer { name: "ip" type: "InnerProduct" bottom: "x" top: "ip" inner_product_param { num_output: 2
+  weight_filler { type: "gaussian" } } }
+layer { name: "loss" type: "EuclideanLoss" bottom: "ip" bottom: "y" top: "loss" } }"""
+    )
+    task = CaffeTask(tmp_path / "solver.prototxt")
+    assert task.batch_size == 5 and task.run_defaults(2, None)["seed"] == 3
+    found = run(task, Elastic(), Sim(workers=2), run_dir=tmp_path / "run", progress=QUIET)
+    assert found.figures["steps"] == 30 and found.figures["samples"] == 2 * 30 * 5
+    torch.testing.assert_close(found.model.state_dict()["layers.ip.bias"], torch.full((2,), 2.0), atol=0.5, rtol=0)
+
+
+def test_a_test_leaves_out_some_samples_if_rand_skip_says_so(tmp_path: Path, solver: Path) -> None:
+    net = tmp_path / "net.prototxt"
+    before = CaffeTask(solver)._test_feeds[0][0].skip
+    net.write_text(net.read_text().replace('"test_lmdb" ', '"test_lmdb" rand_skip: 30 '))
+    skip = CaffeTask(solver)._test_feeds[0][0].skip
+    assert before == 0 and 0 < skip < 30
+
+
+def test_a_drawing_has_a_box_for_every_layer_that_is_not_in_place(tmp_path: Path, command: Any) -> None:
+    net = EXAMPLES / "cifar10_quick_train_test.prototxt"
+    said = command(f"caffe summary {net} --input data=1,3,32,32 --draw net.svg")
+    assert "145,578 parameters" in said and "<svg" in (tmp_path / "net.svg").read_text()
+    source = read_net(net)
+    boxes = boxes_of(Net(source, state_of(source.net, "TRAIN"), {"cifar": [(1, 3, 32, 32), (1,)]}))
+    assert [box.title.split()[0] for box in boxes][:4] == ["cifar", "conv1", "pool1", "conv2"]
+    assert boxes[2].in_place == ["relu1 (ReLU)"] and boxes[-1].parents == [len(boxes) - 2, 0]
+    assert len({(box.row, box.place) for box in boxes}) == len(boxes)
+    assert "it must be .svg, .png or .pdf" in command(f"caffe summary {net} --input data=1,3,32,32 --draw net.xyz")
+
+
 def test_weights_of_older_files_have_four_axes(tmp_path: Path) -> None:
     net = one_layer(tmp_path, "InnerProduct", "inner_product_param { num_output: 2 }", torch.zeros(1, 3))
     old = message("NetParameter")
@@ -582,6 +825,32 @@ def test_shared_parameters_are_one_tensor_and_an_unknown_layer_is_named_with_its
         net_of(tmp_path, text + 'layer { name: "x" type: "Magic" bottom: "data" top: "x" }')
     with pytest.raises(UsageError, match=r'net.prototxt:2:\d+: .*no field named "nme"'):
         net_of(tmp_path, '\nlayer { nme: "x" }')
+
+
+def test_shared_parameters_may_have_another_shape_with_as_many_values(tmp_path: Path) -> None:
+    def layer(name: str, bottom: str, outputs: int, mode: str) -> str:
+        return (
+            f'layer {{ name: "{name}" type: "InnerProduct" bottom: "{bottom}" top: "{name}" '
+            f'param {{ name: "w" share_mode: {mode} }} '
+            f"inner_product_param {{ num_output: {outputs} bias_term: false }} }}\n"
+        )
+
+    first = 'input: "x" input_shape { dim: 1 dim: 6 }\n' + layer("a", "x", 2, "PERMISSIVE")
+    net = net_of(tmp_path, first + layer("b", "a", 6, "PERMISSIVE"))
+    assert net.parameter_count == 12 and len(list(net.parameters())) == 1
+    weight = next(net.parameters())
+    weight.data.copy_(torch.arange(12.0).view(2, 6))
+    x = torch.ones(1, 6)
+    found = net.compute({"x": x})["b"]
+    torch.testing.assert_close(found, (x @ weight.t()) @ weight.view(6, 2).t())
+    found.sum().backward()
+    assert weight.grad is not None and weight.grad.shape == (2, 6)
+    write_weights(net, tmp_path / "w.caffemodel")
+    assert [blob[0].shape for blob in read_blobs(tmp_path / "w.caffemodel").values()] == [(2, 6), (6, 2)]
+    with pytest.raises(UsageError, match="one shape, unless share_mode is PERMISSIVE"):
+        net_of(tmp_path, first + layer("b", "a", 6, "STRICT"))
+    with pytest.raises(UsageError, match="as many values each"):
+        net_of(tmp_path, first + layer("b", "a", 5, "PERMISSIVE"))
 
 
 def test_images_are_blue_green_red_and_are_transformed_as_in_caffe(tmp_path: Path) -> None:
@@ -656,9 +925,12 @@ def mutations(folder: Path, count: int) -> None:
     write_weights(net, folder / "w.caffemodel")
     datum = message("Datum")
     datum.channels, datum.height, datum.width, datum.data = 1, 2, 2, b"abcd"
-    seeds = [*texts, (folder / "w.caffemodel").read_bytes(), datum.SerializeToString()]
+    solver_text = (EXAMPLES / "resnet20_solver.prototxt").read_bytes() + b'net_param { layer { name: "a" } }'
+    write_state(folder / "w.solverstate", SolverState(3, "w.caffemodel", (torch.ones(2, 3), torch.ones(2))))
+    states = [(folder / name).read_bytes() for name in ("w.caffemodel", "w.solverstate")]
+    seeds = [*texts, states[0], datum.SerializeToString(), solver_text.partition(b"\n")[2], states[1]]
     for _ in range(count):
-        kind = chance.randrange(5)
+        kind = chance.randrange(len(seeds))
         content = bytearray(seeds[kind])
         for _ in range(chance.randint(1, 4)):
             place = chance.randrange(len(content))
@@ -678,6 +950,12 @@ def mutations(folder: Path, count: int) -> None:
             elif kind == 3:
                 (folder / "m.caffemodel").write_bytes(content)
                 load_weights(net, folder / "m.caffemodel")
+            elif kind == 5:
+                (folder / "m.prototxt").write_bytes(content)
+                Policy.of(read_solver(folder / "m.prototxt").solver)
+            elif kind == 6:
+                (folder / "m.solverstate").write_bytes(content)
+                read_state(folder / "m.solverstate")
             else:
                 (folder / "m.prototxt").write_bytes(content)
                 source = read_net(folder / "m.prototxt")

@@ -35,7 +35,7 @@ class Loaded:
         return Loaded(loaded, fresh, tuple(dict.fromkeys(name for part in parts for name in part.unused)))
 
     def __str__(self) -> str:
-        parts = [f"{len(self.loaded)} layers from the file"]
+        parts = [f"{len(self.loaded)} layer{'s' if len(self.loaded) != 1 else ''} from the file"]
         if self.fresh:
             parts.append(f"fresh: {', '.join(self.fresh)}")
         if self.unused:

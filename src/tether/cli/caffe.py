@@ -14,7 +14,7 @@ from rich.table import Table
 from tether import tasks
 from tether.caffe import CaffeTask, drawing
 from tether.caffe.convert import from_lmdb, to_lmdb
-from tether.caffe.data import LmdbData
+from tether.caffe.data import LmdbData, read_arrays
 from tether.caffe.net import Net
 from tether.caffe.reading import NetFile, State, read_net, state_of
 from tether.caffe.solver import CaffeSolver
@@ -182,13 +182,8 @@ def to_lmdb_command(
     labels: Annotated[str, typer.Option(help="The array of labels.")] = "label",
 ) -> None:
     """Write arrays of images and labels to an LMDB of Datum records."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            if missing := [name for name in (images, labels) if name not in arrays]:
-                raise UsageError(f"{file} lacks the arrays {', '.join(missing)}; it has {', '.join(arrays)}")
-            values, classes = arrays[images], arrays[labels]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as .npz: {error}") from None
+    arrays = read_arrays(file, (images, labels))
+    values, classes = arrays[images], arrays[labels]
     with err.status("") as status:
         count = to_lmdb(values, classes, folder, lambda done: status.update(f"{done} of {len(values)} records"))
     out.print(f"{folder}: {count} records", highlight=False)
