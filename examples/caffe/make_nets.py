@@ -1,4 +1,4 @@
-"""Writes the definitions of well-known nets into this folder: python examples/caffe/make_nets.py."""
+"""Writes the definitions of well-known nets and their solvers into this folder: python examples/caffe/make_nets.py."""
 
 from __future__ import annotations
 
@@ -250,6 +250,35 @@ def resnet(depth: int) -> str:
     return net.text()
 
 
+def resnet50() -> str:
+    """ResNet-50 for ImageNet: bottlenecks of three convolutions, with a projection where the size changes."""
+    net = Writer("ResNet-50", imagenet(224), 'type: "msra"')
+
+    def step(name: str, outputs: int, kernel: int, stride: int, bottom: str = "") -> str:
+        net.conv(name, outputs, kernel, pad=kernel // 2, stride=stride, bias=False, bottom=bottom)
+        return net.norm(name)
+
+    step("conv1", 64, 7, 2)
+    net.relu("conv1_relu")
+    net.pool("pool1", "MAX", 3, 2)
+    for group, (outputs, count) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3)), 2):
+        for block in range(count):
+            start, name = net.last, f"res{group}{'abcdef'[block]}"
+            stride = 2 if group > 2 and block == 0 else 1
+            beside = step(f"{name}_branch1", 4 * outputs, 1, stride, start) if block == 0 else start
+            step(f"{name}_branch2a", outputs, 1, stride, start)
+            net.relu(f"{name}_branch2a_relu")
+            step(f"{name}_branch2b", outputs, 3, 1)
+            net.relu(f"{name}_branch2b_relu")
+            last = step(f"{name}_branch2c", 4 * outputs, 1, 1)
+            net.layer("Eltwise", name, bottoms=(beside, last))
+            net.relu(f"{name}_relu")
+    net.pool("pool5", "AVE", 7, 1)
+    net.inner("fc1000", 1000)
+    net.ending(top5=True)
+    return net.text()
+
+
 def squeezenet() -> str:
     net = Writer("SqueezeNet", imagenet(227))
     net.conv("conv1", 64, 3, stride=2)
@@ -313,11 +342,49 @@ NETS = {
     "vgg16": lambda: vgg("VGG_ILSVRC_16_layers", (2, 2, 3, 3, 3)),
     "googlenet": googlenet,
     **{f"resnet{depth}": lambda depth=depth: resnet(depth) for depth in (20, 32, 44, 56, 110)},  # type: ignore[misc]
+    "resnet50": resnet50,
     "squeezenet": squeezenet,
     "siamese": siamese,
+}
+
+
+def solver(name: str, settings: str) -> str:
+    """A solver file for one of the nets."""
+    lines = [
+        f'net: "examples/caffe/{name}_train_test.prototxt"',
+        *settings.split("; "),
+        f'snapshot_prefix: "{name}"',
+        "solver_mode: CPU",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+SGD = "momentum: 0.9; weight_decay:"
+IMAGENET_TEST = "test_iter: 1000; test_interval: 1000"
+#: rate, policy and length of training, as published with each net
+SOLVERS = {
+    "lenet": "test_iter: 100; test_interval: 500; base_lr: 0.01; lr_policy: \"inv\"; gamma: 0.0001; power: 0.75; "
+    f"{SGD} 0.0005; max_iter: 10000; snapshot: 5000",
+    "cifar10_quick": "test_iter: 40; test_interval: 500; base_lr: 0.001; lr_policy: \"fixed\"; "
+    f"{SGD} 0.004; max_iter: 4000; snapshot: 4000",
+    "cifar10_full": "test_iter: 100; test_interval: 1000; base_lr: 0.001; lr_policy: \"multistep\"; gamma: 0.1; "
+    f"stepvalue: 60000; stepvalue: 65000; {SGD} 0.004; max_iter: 70000; snapshot: 10000",
+    "alexnet": f"{IMAGENET_TEST}; base_lr: 0.01; lr_policy: \"step\"; gamma: 0.1; stepsize: 100000; {SGD} 0.0005; "
+    "max_iter: 450000; snapshot: 10000",
+    "googlenet": f"{IMAGENET_TEST}; base_lr: 0.01; lr_policy: \"poly\"; power: 0.5; {SGD} 0.0002; max_iter: 2400000; "
+    "snapshot: 40000",
+    **{
+        f"resnet{depth}": "test_iter: 100; test_interval: 1000; base_lr: 0.1; lr_policy: \"multistep\"; gamma: 0.1; "
+        f"stepvalue: 32000; stepvalue: 48000; {SGD} 0.0001; max_iter: 64000; snapshot: 8000"
+        for depth in (20, 32, 44, 56, 110)
+    },
+    "siamese": "test_iter: 100; test_interval: 500; base_lr: 0.01; lr_policy: \"inv\"; gamma: 0.0001; power: 0.75; "
+    f"{SGD} 0; max_iter: 50000; snapshot: 5000",
 }
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent
     for name, make in NETS.items():
         (folder / f"{name}_train_test.prototxt").write_text(make())
+    for name, settings in SOLVERS.items():
+        (folder / f"{name}_solver.prototxt").write_text(solver(name, settings))

@@ -36,7 +36,7 @@ from tether.runtimes.record import replay
 from tether.runtimes.sim.runtime import Sim
 from tether.runtimes.spark.hadoop import HadoopStorage, is_url
 from tether.runtimes.spark.runtime import Spark
-from tether.task import Callback, Task, check_can_travel, check_is_task
+from tether.task import Callback, Task, check_can_travel, check_is_task, users_code
 from tether.tasks import load as load_task
 from tether.tasks import not_while_importing
 
@@ -85,10 +85,10 @@ def run(
     patience: int | None = None,
     warmup: Options | None = None,
     warmup_epochs: float = 1.0,
-    seed: int = 0,
+    seed: int | None = None,
     weights: Mapping[str, Tensor] | Path | str | None = None,
     run_dir: Path | str | None = None,
-    evaluate_every: float = 1.0,
+    evaluate_every: float | None = None,
     checkpoint_seconds: float = 30.0,
     checkpoints: str | None = None,
     record: bool = False,
@@ -111,7 +111,7 @@ def run(
     device: where workers compute, if `on` is a name or left out: "cuda:0", "cuda" for all such devices in turns, "cpu",
         or "auto", the default, for what the machine has.
     epochs, steps: how long to train: passes over the data by all workers together, or optimizer steps per worker. The
-        default is the task's own number of epochs.
+        default is the task's own number of epochs or steps.
     until: end early when a metric reaches a value, such as "error<0.05". If only this is given, the run ends after 100
         epochs at the latest.
     seconds: end early after this time (virtual seconds in the simulator). If only this is given, the run ends after 100
@@ -121,13 +121,14 @@ def run(
         latest. The result is then the best model seen, on ties the most recent, and not the last model, unless `until`
         ended the run.
     warmup, warmup_epochs: begin with this many epochs of another protocol, such as tether.Server(sync="hard").
-    seed: of the model's first weights, of the order of the data, and of all other random numbers.
+    seed: of the model's first weights, of the order of the data, and of all other random numbers; 0 by default, or the
+        task's own.
     weights: what the model begins with: a state_dict, or a .safetensors or .pt file of one. It must have every tensor
         of the model. The default is what the task's model() returns.
     run_dir: where to keep the run; the default is a new directory below `runs`. The files of a run that ended there
         without a checkpoint are removed; a directory that holds any other run is refused.
-    evaluate_every: epochs between two evaluations of the joint model. Evaluations that fall behind are done after
-        training, as far as their models fit into 512 MiB.
+    evaluate_every: epochs between two evaluations of the joint model; 1 by default, or the task's own. Evaluations that
+        fall behind are done after training, as far as their models fit into 512 MiB.
     checkpoint_seconds: time between two checkpoints.
     checkpoints: keep checkpoints at this URL of any file system that Hadoop knows, such as hdfs://HOST/PATH, instead of
         in the run directory; `resume` accepts the URL on any machine.
@@ -154,12 +155,17 @@ def run(
     _check_protocol("protocol", protocol)
     if warmup is not None:
         _check_protocol("warmup", warmup)
+    on = make_runtime(on, workers, master, protocol, device=device)
+    with users_code(task, "run_defaults()"):
+        defaults = task.run_defaults(on.workers, seed)
+    if all(goal is None for goal in (epochs, steps, until, seconds, patience)):
+        steps = defaults.get("steps")
     request = Request(
         epochs,
         steps,
         until,
-        seed,
-        evaluate_every,
+        defaults.get("seed", 0) if seed is None else seed,
+        defaults.get("evaluate_every", 1.0) if evaluate_every is None else evaluate_every,
         checkpoint_seconds,
         record,
         trace,
@@ -168,9 +174,9 @@ def run(
         seconds,
         patience,
     )
-    on = make_runtime(on, workers, master, protocol, device=device)
     called = _checked_callbacks(callbacks, on)
-    phases = plan_phases(task, protocol, on, request, weights=_state_dict(weights))
+    beginning = _state_dict(defaults.get("weights") if weights is None else weights)
+    phases = plan_phases(task, protocol, on, request, weights=beginning)
     storage = HadoopStorage(checkpoints) if checkpoints is not None else None
     name = f"{task.name}-{protocol.name}"
     directory = RunDirectory.create(Path(run_dir) if run_dir is not None else None, name, storage)

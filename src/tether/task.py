@@ -139,6 +139,18 @@ class Task:
         """
         return {}
 
+    def step_files(self, model: nn.Module, step: int) -> Mapping[str, str | bytes]:
+        """As `files`, but of the joint model at an evaluation, after this many steps of the run; none by default."""
+        return {}
+
+    def run_defaults(self, workers: int, seed: int | None) -> Mapping[str, Any]:
+        """Arguments of `run` that hold unless the caller gives them; none by default.
+
+        Known are `steps`, for a run without a goal, and `evaluate_every`, `seed` and `weights`. `seed` is what the
+        caller gave, if anything.
+        """
+        return {}
+
     def _lacks(self, method: str, returns: str) -> TaskError:
         return TaskError(f"task {type(self).__name__} lacks the method {method}(): define it to return {returns}")
 

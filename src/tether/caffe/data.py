@@ -6,10 +6,14 @@ Samples are read raw, so that a batch is transformed at once, where the model co
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+import os
+import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -132,7 +136,7 @@ class Transform:
 
 
 class LmdbData:
-    """Records of an LMDB, by number. Every process opens it anew."""
+    """Records of an LMDB, by number."""
 
     def __init__(self, path: Path, color: bool | None = None) -> None:
         if not (path / "data.mdb").is_file() and not path.is_file():
@@ -141,26 +145,15 @@ class LmdbData:
             raise UsageError(f"{path} is not an LMDB: it has no data.mdb")
         self.path, self.color = path, color
         self._keys: list[bytes] | None = None
-        self._environment: Any = None
+        self._environment: _Environment | None = None
+        self._process = 0
 
     def _open(self) -> Any:
-        if self._environment is None:
-            try:
-                import lmdb
-            except ImportError:
-                raise missing_extra("lmdb", "caffe") from None
-            try:
-                self._environment = lmdb.open(
-                    str(self.path),
-                    readonly=True,
-                    lock=False,
-                    readahead=False,
-                    subdir=self.path.is_dir(),
-                    max_readers=64,
-                )
-            except lmdb.Error as error:
-                raise UsageError(f"{self.path} cannot be opened as LMDB: {error}") from None
-        return self._environment
+        key = (str(self.path.resolve()), os.getpid())
+        if self._environment is None or self._process != os.getpid():
+            self._environment, self._process = _OPEN.get(key) or _Environment(key[0]), os.getpid()
+            _OPEN[key] = self._environment
+        return self._environment.opened
 
     @property
     def keys(self) -> list[bytes]:
@@ -183,6 +176,25 @@ class LmdbData:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_environment": None, "_keys": None}
+
+
+class _Environment:
+    """An LMDB that is open, until nothing refers to it."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            import lmdb
+        except ImportError:
+            raise missing_extra("lmdb", "caffe") from None
+        try:
+            folder = Path(path).is_dir()
+            self.opened = lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=folder, max_readers=64)
+        except lmdb.Error as error:
+            raise UsageError(f"{path} cannot be opened as LMDB: {error}") from None
+
+
+#: by path and process: LMDB forbids to open a file twice in a process, or to use it in a child after a fork
+_OPEN: WeakValueDictionary[tuple[str, int], _Environment] = WeakValueDictionary()
 
 
 class ImageListData:
@@ -235,6 +247,21 @@ class ArrayData:
         return tuple(array[index] for array in self.arrays)
 
 
+def read_arrays(path: Path, names: Sequence[str]) -> dict[str, Array]:
+    """Arrays of an .npz file, by name."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            if not isinstance(file, Mapping):
+                raise ValueError
+            if missing := [name for name in names if name not in file]:
+                raise UsageError(f"{path} lacks the arrays {', '.join(missing)}; it has {', '.join(file)}")
+            return {name: file[name] for name in names}
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, BadZipFile, KeyError, EOFError, AttributeError, TypeError):
+        raise UsageError(f"{path} is not an .npz file of arrays, or is damaged: write one with numpy.savez") from None
+
+
 def read_hdf5(path: Path, tops: tuple[str, ...]) -> ArrayData:
     """The datasets named after the tops, from all files that a text file lists, or from one HDF5 file."""
     try:
@@ -268,6 +295,8 @@ class Feed:
     data: Any
     transform: Transform | None
     shapes: tuple[tuple[int, ...], ...]
+    #: how many samples tests leave out at first, drawn once below rand_skip; training begins at random places anyway
+    skip: int = 0
 
     def inputs(self, batch: Any) -> dict[str, Tensor]:
         """The tops of a batch of samples."""
@@ -292,10 +321,12 @@ def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -
         raise UsageError("batch_size is missing")
     transform: Transform | None = Transform.of(spec.transform_param, phase, near)
     if path.suffix == ".npz":
-        with np.load(path, allow_pickle=False) as file:
-            if missing := [top for top in tops if top not in file]:
-                raise UsageError(f"{path} lacks the arrays {', '.join(missing)}; it has {', '.join(file)}")
-            arrays = [torch.from_numpy(file[top]) for top in tops]
+        found = read_arrays(path, tops)
+        arrays = [torch.from_numpy(found[top]) for top in tops]
+        if spec.type == "HDF5Data" or arrays[0].ndim != 4:
+            if spec.HasField("transform_param"):
+                raise UsageError(f"transform_param is for images; {tops[0]!r} has the shape {tuple(arrays[0].shape)}")
+            arrays[0], transform = arrays[0].float(), None
         data: Any = ArrayData([arrays[0], *(array.float() for array in arrays[1:])])
     elif spec.type == "HDF5Data":
         data, transform = read_hdf5(path, tops), None
@@ -314,17 +345,19 @@ def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -
     if len(tops) > len(shapes):
         raise UsageError(f"it has {len(tops)} tops, and its data {len(shapes)}")
     batched = tuple((int(param.batch_size), *shape) for shape in shapes[: len(tops)])
-    return Feed(spec.name, tops, int(param.batch_size), data, transform, batched)
+    skip = random.Random(spec.name).randrange(max(1, min(len(data), getattr(param, "rand_skip", 0))))
+    return Feed(spec.name, tops, int(param.batch_size), data, transform, batched, skip)
 
 
 class Together:
     """Samples of several data layers, side by side."""
 
-    def __init__(self, feeds: list[Feed]) -> None:
-        self.feeds = feeds
+    def __init__(self, feeds: list[Feed], least: int = 0) -> None:
+        """`least`: how many samples there are if no data layer has any, which then are empty."""
+        self.feeds, self.least = feeds, least
 
     def __len__(self) -> int:
-        return max(len(feed.data) for feed in self.feeds)
+        return max((len(feed.data) for feed in self.feeds), default=self.least)
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, ...]]:
         return [feed.data[index % len(feed.data)] for feed in self.feeds]

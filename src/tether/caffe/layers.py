@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,10 +51,11 @@ class Layer(nn.Module):
     #: the loss weight of the first top unless the file gives one
     default_loss_weight = 0.0
 
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Parameters and statistics, which torch's own types take for modules."""
+    def __getattr__(self, name: str) -> Any:
+        """Parameters and statistics. A shared parameter has the shape of this layer, whatever that of its owner."""
+        value: Any = super().__getattr__(name)
+        shape = self.__dict__.get("views", {}).get(name)
+        return value if shape is None else value.view(shape)
 
     def __init__(self, spec: Any, bottoms: list[Tensor], phase: str) -> None:
         super().__init__()
@@ -62,6 +63,8 @@ class Layer(nn.Module):
         self.top_count = len(spec.top)
         #: the names of the parameters and statistics, in Caffe's order, and how each is filled
         self.blobs: dict[str, Filler] = {}
+        #: the shapes of parameters whose owner, another layer, has them in another shape
+        self.views: dict[str, tuple[int, ...]] = {}
         self.set_up(spec, bottoms)
 
     def set_up(self, spec: Any, bottoms: list[Tensor]) -> None:
@@ -727,7 +730,7 @@ class Slice(Layer):
         # a batch may be shorter or longer than the one that the net was made for
         equal = len(set(self.sizes)) == 1
         sizes = [bottom.shape[self.axis] // self.top_count] * self.top_count if equal else self.sizes
-        return bottom.split(sizes, self.axis)
+        return tuple(torch.split(bottom, sizes, self.axis))
 
 
 class Tile(Layer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -195,16 +196,18 @@ class Net(nn.Module):
                 first = owners.setdefault(given.name, blob)
                 if first is not blob:
                     permissive = enum_name("DimCheckMode", given.share_mode) == "PERMISSIVE"
-                    if permissive and shape != first.shape:
-                        raise UsageError(
-                            f"parameter {given.name!r} is shared with layer {first.layer!r} in another shape, which is "
-                            f"not supported: {first.shape} there, {shape} here"
-                        )
-                    if shape != first.shape:
+                    if permissive and math.prod(shape) != math.prod(first.shape):
                         raise UsageError(
                             f"parameter {given.name!r} has the shape {first.shape} in layer {first.layer!r} and "
-                            f"{shape} here: shared parameters have one shape"
+                            f"{shape} here: shared parameters have as many values each"
                         )
+                    if not permissive and shape != first.shape:
+                        raise UsageError(
+                            f"parameter {given.name!r} has the shape {first.shape} in layer {first.layer!r} and "
+                            f"{shape} here: shared parameters have one shape, unless share_mode is PERMISSIVE"
+                        )
+                    if shape != first.shape:
+                        layer.views[name] = shape
                     for what, one, other in (
                         ("lr_mult", given.HasField("lr_mult"), lr_mult != first.lr_mult),
                         ("decay_mult", given.HasField("decay_mult"), decay_mult != first.decay_mult),

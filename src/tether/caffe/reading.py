@@ -70,7 +70,12 @@ def read_net(path: Path) -> NetFile:
     """A net from a text file, or from a binary one such as a .caffemodel."""
     text = _text(path)
     net = message("NetParameter")
-    _parse(text, net, path)
+    try:
+        _parse(text, net, path)
+    except UsageError as error:
+        if _is("SolverParameter", text):
+            raise UsageError(f"{path} is a solver, and not a net: name the net, which its field net names") from None
+        raise error
     return upgraded(net, path, _layer_lines(text).get((), []))
 
 
@@ -81,7 +86,7 @@ def read_solver(path: Path) -> SolverFile:
     try:
         _parse(text, solver, path)
     except UsageError as error:
-        if _is_net(text):
+        if _is("NetParameter", text):
             raise UsageError(
                 f"{path} is a net, and not a solver: name the solver file, whose field net names this one; 'tether "
                 f"caffe summary {path}' shows the net"
@@ -186,9 +191,7 @@ def _parse(text: str, into: Any, path: Path) -> None:
     from google.protobuf import text_format
 
     try:
-        with warnings.catch_warnings():  # protobuf decodes unknown escapes with a codec that warns of them
-            warnings.simplefilter("ignore", DeprecationWarning)
-            text_format.Parse(text, into)
+        _text_to_message(text, into)
     except text_format.ParseError as error:
         line, column = error.GetLine(), error.GetColumn()
         what = str(error).partition(" : ")[2] or str(error)
@@ -198,6 +201,14 @@ def _parse(text: str, into: Any, path: Path) -> None:
         ) from None
     except (ValueError, TypeError, UnicodeError) as error:
         raise UsageError(f"{path} cannot be parsed: {error}") from None
+
+
+def _text_to_message(text: str, into: Any) -> None:
+    from google.protobuf import text_format
+
+    with warnings.catch_warnings():  # protobuf decodes unknown escapes with a codec that warns of them
+        warnings.simplefilter("ignore", DeprecationWarning)
+        text_format.Parse(text, into)
 
 
 def _fields_of(error: str) -> str:
@@ -216,11 +227,11 @@ def _fields_of(error: str) -> str:
     return f"{shown}{guess(wrong, names)}"
 
 
-def _is_net(text: str) -> bool:
+def _is(kind: str, text: str) -> bool:
     from google.protobuf import text_format
 
     try:
-        text_format.Parse(text, message("NetParameter"))
+        _text_to_message(text, message(kind))
     except (text_format.ParseError, ValueError, TypeError):
         return False
     return True

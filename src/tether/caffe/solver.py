@@ -16,6 +16,7 @@ The rate is part of SGD's history, so that a lower rate acts on new gradients on
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from tether.caffe.net import Net
+from tether.caffe.weights import SolverState
 from tether.errors import UsageError, unknown
 
 TYPES = ("SGD", "Nesterov", "AdaGrad", "RMSProp", "AdaDelta", "Adam")
@@ -51,6 +53,9 @@ class CaffeSolver(torch.optim.Optimizer):
         regularization: str = "L2",
     ) -> None:
         self.type = type
+        #: the histories to begin with, each for the whole vector of parameters, and the iteration they are of
+        self.beginning: tuple[tuple[Tensor, ...], int] | None = None
+        self._positions: dict[int, int] = {}
         self.regularization = regularization
         settings = {
             "lr": lr,
@@ -74,9 +79,9 @@ class CaffeSolver(torch.optim.Optimizer):
             gradient = gradient.add(weights if self.regularization == "L2" else weights.sign(), alpha=decay)
         rate, momentum, delta = group["lr"], group["momentum"], group["delta"]
         if "history" not in state:
-            state["history"] = torch.zeros_like(weights)
-            if self.type in ("AdaDelta", "Adam"):
-                state["second"] = torch.zeros_like(weights)
+            for slot, name in enumerate(("history", "second")[: slots(self.type)]):
+                state[name] = self._first_history(weights, slot)
+            state["step"] = self.beginning[1] if self.beginning is not None else 0
         history = state["history"]
         match self.type:
             case "SGD":
@@ -99,11 +104,75 @@ class CaffeSolver(torch.optim.Optimizer):
                 weights.sub_(update, alpha=rate)
             case "Adam":
                 second, other = state["second"], group["momentum2"]
-                state["step"] = state.get("step", 0) + 1
+                state["step"] += 1
                 history.mul_(momentum).add_(gradient, alpha=1 - momentum)
                 second.mul_(other).addcmul_(gradient, gradient, value=1 - other)
                 correction = math.sqrt(1 - other ** state["step"]) / (1 - momentum ** state["step"])
                 weights.addcdiv_(history, second.sqrt().add_(delta), value=-rate * correction)
+
+    def _first_history(self, weights: Tensor, slot: int) -> Tensor:
+        if self.beginning is None:
+            return torch.zeros_like(weights)
+        # a run of the vector knows where it begins; a parameter by itself does not
+        start = getattr(weights, "start", self._positions.get(id(weights), 0))
+        values = self.beginning[0][slot][start : start + weights.numel()]
+        return values.to(weights).view_as(weights).clone()
+
+    def begin_with(self, net: Net, state: SolverState) -> None:
+        """Begin with the histories of a .solverstate of this net."""
+        owned = [blob for blob in net.blobs if blob.owner == (blob.module, blob.name)]
+        count, found = slots(self.type) * len(owned), len(state.histories)
+        if found != count:
+            raise UsageError(
+                f"the .solverstate has {found} histories, and {self.type} has {count} for this net: name the state of "
+                "this net and type of solver"
+            )
+        wholes = []
+        for slot in range(slots(self.type)):
+            histories = state.histories[slot * len(owned) : (slot + 1) * len(owned)]
+            by_parameter: dict[int, Tensor] = {}
+            for blob, values in zip(owned, histories, strict=True):
+                if values.numel() != math.prod(blob.shape):
+                    raise UsageError(
+                        f"the .solverstate has a history of shape {tuple(values.shape)} for a parameter of layer "
+                        f"{blob.layer!r} of shape {blob.shape}: name the state of this net"
+                    )
+                if (parameter := net.layers[blob.module]._parameters.get(blob.name)) is not None:
+                    by_parameter[id(parameter)] = values.reshape(-1)
+            learned = [p for p in net.parameters() if p.requires_grad]
+            wholes.append(torch.cat([by_parameter[id(p)] for p in learned]))
+            ends = [0, *itertools.accumulate(p.numel() for p in learned)]
+            self._positions = {id(p): start for p, start in zip(learned, ends, strict=False)}
+        self.beginning = (tuple(wholes), state.iteration)
+
+    def histories(self, net: Net) -> tuple[Tensor, ...]:
+        """The histories as a .solverstate has them, after the optimizer was made to work on runs of the vector."""
+        learned = [p for p in net.parameters() if p.requires_grad]
+        ends = [0, *itertools.accumulate(p.numel() for p in learned)]
+        positions = {id(p): start for p, start in zip(learned, ends, strict=False)}
+        found: list[Tensor] = []
+        for slot, name in enumerate(("history", "second")[: slots(self.type)]):
+            whole = torch.zeros(ends[-1])
+            for group in self.param_groups:
+                for run in group["params"]:
+                    start = getattr(run, "start", positions.get(id(run), 0))
+                    values = self.state[run].get(name)
+                    values = self._first_history(run, slot) if values is None else values
+                    whole[start : start + run.numel()] = values.reshape(-1).cpu()
+            for blob in net.blobs:
+                if blob.owner != (blob.module, blob.name):
+                    continue
+                parameter = net.layers[blob.module]._parameters.get(blob.name)
+                start = positions.get(id(parameter), -1)
+                # statistics, and parameters with an lr_mult of 0, have an empty history in Caffe too
+                values = whole[start : start + math.prod(blob.shape)] if start >= 0 else torch.zeros(blob.shape)
+                found.append(values.reshape(blob.shape))
+        return tuple(found)
+
+
+def slots(kind: str) -> int:
+    """How many histories a parameter has."""
+    return 2 if kind in ("AdaDelta", "Adam") else 1
 
 
 @dataclass(frozen=True)
@@ -162,6 +231,12 @@ class Policy:
             raise UsageError(f"{where} has no rate at iteration {iteration}") from None
         return 1.0
 
+    def current_step(self, iteration: int) -> int:
+        """How often the rate was lowered, which a .solverstate holds."""
+        if self.name == "step":
+            return iteration // self.stepsize
+        return self._steps_before(iteration) if self.name == "multistep" else 0
+
     def _steps_before(self, iteration: int) -> int:
         # Caffe goes on to the next value only when it has passed the one before
         count = 0
@@ -172,8 +247,12 @@ class Policy:
         return count
 
 
-def make_solver(solver: Any, net: Net) -> CaffeSolver:
-    """The optimizer that a solver file describes, over the parameters of a net with their own multipliers."""
+def make_solver(solver: Any, net: Net, factor: float = 1.0) -> CaffeSolver:
+    """The optimizer that a solver file describes, over the parameters of a net with their own multipliers.
+
+    `factor`: by how much its rates are higher than in the file.
+    """
+    base_lr = factor * solver.base_lr
     if solver.type not in TYPES:
         raise unknown("solver type", solver.type, TYPES)
     if solver.regularization_type not in ("L1", "L2"):
@@ -189,10 +268,10 @@ def make_solver(solver: Any, net: Net) -> CaffeSolver:
         raise UsageError("the net has nothing to learn: some parameter must have an lr_mult of more than 0")
     return CaffeSolver(
         [
-            {"params": params, "lr": solver.base_lr * lr_mult, "weight_decay": solver.weight_decay * decay_mult}
+            {"params": params, "lr": base_lr * lr_mult, "weight_decay": solver.weight_decay * decay_mult}
             for (lr_mult, decay_mult), params in groups.items()
         ],
-        solver.base_lr,
+        base_lr,
         type=solver.type,
         momentum=solver.momentum,
         momentum2=solver.momentum2,

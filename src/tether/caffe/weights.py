@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,15 @@ class Loaded:
     #: layers of the file that the net does not have
     unused: tuple[str, ...]
 
+    @staticmethod
+    def together(parts: Sequence[Loaded]) -> Loaded:
+        """What became of them when several files were loaded one after another."""
+        loaded = tuple(dict.fromkeys(name for part in parts for name in part.loaded))
+        fresh = tuple(name for name in (parts[0].fresh if parts else ()) if name not in loaded)
+        return Loaded(loaded, fresh, tuple(dict.fromkeys(name for part in parts for name in part.unused)))
+
     def __str__(self) -> str:
-        parts = [f"{len(self.loaded)} layers from the file"]
+        parts = [f"{len(self.loaded)} layer{'s' if len(self.loaded) != 1 else ''} from the file"]
         if self.fresh:
             parts.append(f"fresh: {', '.join(self.fresh)}")
         if self.unused:
@@ -148,6 +156,18 @@ def _fitted(array: Array, shape: tuple[int, ...], what: str) -> Array:
 
 def write_weights(net: Net, path: Path) -> None:
     """Write a .caffemodel with every layer of a net, which Caffe reads."""
+    _write(path, weights_content(net))
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.write_bytes(content)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+
+
+def weights_content(net: Net) -> bytes:
+    """The content of a .caffemodel with every layer of a net."""
     out = message("NetParameter", raw=True)
     out.name = net.title
     for source in net.sources:
@@ -159,7 +179,34 @@ def write_weights(net: Net, path: Path) -> None:
         layer = out.layer.add(name=node.name, type=node.type, bottom=node.bottoms, top=node.tops)
         for blob in by_module.get(node.module, []):
             write_blob(layer.blobs.add(), net.value(blob))
-    try:
-        path.write_bytes(out.SerializeToString())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from None
+    return bytes(out.SerializeToString())
+
+
+@dataclass(frozen=True)
+class SolverState:
+    """How far a solver was: a .solverstate file."""
+
+    iteration: int
+    #: the .caffemodel that belongs to it, as the file names it
+    learned_net: str
+    #: for each parameter that owns its values, statistics included, its history; then the second ones, if the solver
+    #: type has two
+    histories: tuple[Tensor, ...]
+
+
+def read_state(path: Path) -> SolverState:
+    """Read a .solverstate file."""
+    state = parse_binary(path, "SolverState")
+    if not state.HasField("iter") or state.iter < 0:
+        raise UsageError(f"{path} has no iteration: name a .solverstate file that Caffe or Tether has written")
+    histories = [blob_array(blob, f"{path}: history {number}") for number, blob in enumerate(state.history)]
+    return SolverState(state.iter, state.learned_net, tuple(torch.from_numpy(values.copy()) for values in histories))
+
+
+def write_state(path: Path, state: SolverState, current_step: int = 0) -> None:
+    """Write a .solverstate file, which Caffe reads."""
+    out = message("SolverState", raw=True)
+    out.iter, out.learned_net, out.current_step = state.iteration, state.learned_net, current_step
+    for values in state.histories:
+        write_blob(out.history.add(), values)
+    _write(path, bytes(out.SerializeToString()))

@@ -61,10 +61,11 @@ for _name, (_module, _line) in COMMANDS.items():
 for _group, _help, _commands in (
     (
         "caffe",
-        "Look at nets of Caffe, and test trained weights.",
+        "Look at nets of Caffe, test trained weights, and go back to Caffe.",
         {
             "summary": ("summary", "Show the layers of a net with their shapes, parameters and connections."),
             "score": ("score", "Test trained weights on the data of a net."),
+            "snapshot": ("snapshot", "Write the newest checkpoint of a run as .caffemodel and .solverstate."),
         },
     ),
     (

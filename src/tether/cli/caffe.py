@@ -11,15 +11,20 @@ import numpy as np
 import typer
 from rich.table import Table
 
+from tether import tasks
+from tether.caffe import CaffeTask, drawing
 from tether.caffe.convert import from_lmdb, to_lmdb
-from tether.caffe.data import LmdbData
+from tether.caffe.data import LmdbData, read_arrays
 from tether.caffe.net import Net
 from tether.caffe.reading import NetFile, State, read_net, state_of
+from tether.caffe.solver import CaffeSolver
 from tether.caffe.task import measure, open_feeds, parse_sources
-from tether.caffe.weights import load_weights
-from tether.cli.options import JsonOption
+from tether.caffe.weights import SolverState, load_weights, write_state, write_weights
+from tether.cli.options import JsonOption, RunArgument
 from tether.cli.output import err, out
 from tether.errors import UsageError
+from tether.execution.directory import RunDirectory
+from tether.learner.learner import Learner
 
 NetArgument = Annotated[Path, typer.Argument(metavar="NET", help="A net file.")]
 PhaseOption = Annotated[str, typer.Option(help="TRAIN or TEST.")]
@@ -34,6 +39,10 @@ def _state(source: NetFile, phase: str) -> State:
     return state_of(source.net, phase.upper())
 
 
+def _sources(data: list[str] | None) -> dict[str, str]:
+    return parse_sources("".join(f"{item}\n" for item in data or []))
+
+
 def summary(
     net: NetArgument,
     phase: PhaseOption = "TRAIN",
@@ -42,12 +51,17 @@ def summary(
         list[str] | None,
         typer.Option("--input", metavar="TOP=N,C,H,W", help="The shape of a top of a data layer, without its data."),
     ] = None,
+    draw: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the graph to this .svg, .png or .pdf.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show the layers of a net with their shapes, parameters and connections."""
     source = read_net(net)
     state = _state(source, phase)
     built = Net(source, state, _shapes(source, state, data, inputs))
+    if draw is not None:
+        drawing.draw(built, draw)
     counts: dict[str, int] = {}
     for blob in built.blobs:
         counts[blob.module] = counts.get(blob.module, 0) + math.prod(blob.shape)
@@ -88,7 +102,7 @@ def _shapes(source: NetFile, state: State, data: list[str] | None, inputs: list[
         except ValueError:
             raise UsageError(f"--input {text!r} is not understood; write it like --input data=64,3,32,32") from None
     if not given:
-        return {feed.name: feed.shapes for feed in open_feeds(source, state, parse_sources(",".join(data or [])))}
+        return {feed.name: feed.shapes for feed in open_feeds(source, state, _sources(data))}
     # tops that are not named are labels, one for each sample
     count = next(iter(given.values()))[:1]
     return {spec.name: [given.get(top, count) for top in spec.top] for spec in source.net.layer if not spec.bottom}
@@ -104,7 +118,7 @@ def score(
     """Test trained weights: print the outputs of a net in phase TEST, as means over the data."""
     source = read_net(model)
     state = _state(source, "TEST")
-    feeds = open_feeds(source, state, parse_sources(",".join(data or [])))
+    feeds = open_feeds(source, state, _sources(data))
     if not feeds:
         raise UsageError(
             f"{model} has no data layer in phase TEST, so there is nothing to test on: name a train_val file"
@@ -120,6 +134,47 @@ def score(
         out.print(f"{name}: {value:.6g}", highlight=False, markup=False)
 
 
+def snapshot(
+    run: RunArgument,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--to", metavar="PREFIX", help="Begin the names of the files like this; as the solver says if not."
+        ),
+    ] = None,
+) -> None:
+    """Write the newest checkpoint of a run as a .caffemodel and a .solverstate, from which Caffe can continue."""
+    directory = RunDirectory.open(run)
+    config = directory.read_config()
+    spec = config["task"]
+    if spec.get("spec") is None or not tasks.is_solver(spec["spec"]):
+        raise UsageError(f"{run} is not a run of 'tether train' with a solver of Caffe")
+    restored = directory.load_checkpoint()
+    if restored is None:
+        raise UsageError(f"{run} has no checkpoint: let it run longer, or start it with fewer --checkpoint-seconds")
+    task = tasks.load(spec["spec"], settings=spec["settings"])
+    assert isinstance(task, CaffeTask)
+    learner = Learner(task, iter(()), node="snapshot", seed=0)
+    learner.weights.copy_(restored.weights)
+    with_optimizer = [state for _, state in sorted(restored.workers.items()) if "optimizer" in state]
+    for state in [restored.replica_state, *with_optimizer[:1]]:
+        learner.restore(state)
+    net, solver = learner.model, learner.optimizer
+    assert isinstance(net, Net) and isinstance(solver, CaffeSolver)
+    batches = restored.samples / (task.batch_size * task.accumulate)
+    iteration = task.first_iteration + round(batches if task.iterations == "all" else batches / config["workers"])
+    prefix = to or Path(task.snapshot_name)
+    weights = prefix.with_name(f"{prefix.name}_iter_{iteration}.caffemodel")
+    write_weights(net, weights)
+    histories = solver.histories(net)
+    write_state(
+        weights.with_suffix(".solverstate"),
+        SolverState(iteration, str(weights), histories),
+        task.policy.current_step(iteration),
+    )
+    out.print(f"{weights} and {weights.with_suffix('.solverstate').name}: iteration {iteration}", highlight=False)
+
+
 def to_lmdb_command(
     file: Annotated[Path, typer.Argument(metavar="FILE.npz", help="An .npz file with images and labels.")],
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The LMDB to write.")],
@@ -127,13 +182,8 @@ def to_lmdb_command(
     labels: Annotated[str, typer.Option(help="The array of labels.")] = "label",
 ) -> None:
     """Write arrays of images and labels to an LMDB of Datum records."""
-    try:
-        with np.load(file, allow_pickle=False) as arrays:
-            if missing := [name for name in (images, labels) if name not in arrays]:
-                raise UsageError(f"{file} lacks the arrays {', '.join(missing)}; it has {', '.join(arrays)}")
-            values, classes = arrays[images], arrays[labels]
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read as .npz: {error}") from None
+    arrays = read_arrays(file, (images, labels))
+    values, classes = arrays[images], arrays[labels]
     with err.status("") as status:
         count = to_lmdb(values, classes, folder, lambda done: status.update(f"{done} of {len(values)} records"))
     out.print(f"{folder}: {count} records", highlight=False)

@@ -11,8 +11,7 @@ import typer
 from torch import Tensor
 
 from tether import api, protocols, tasks
-from tether.caffe import CaffeTask, Net
-from tether.caffe.weights import write_weights
+from tether.caffe import CaffeTask
 from tether.cli.build import given, protocol_class, runtime, split_settings
 from tether.cli.options import (
     DeviceOption,
@@ -38,6 +37,7 @@ from tether.cli.output import err, out, show_result
 from tether.core import settings
 from tether.errors import Interrupted, UsageError
 from tether.execution.callbacks import make_loggers
+from tether.execution.checkpoint import SUFFIXES
 from tether.runtimes.sim.faults import Faults
 
 
@@ -85,7 +85,8 @@ def train(
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="Begin with the model in this .safetensors or .pt file, or a .caffemodel for a Caffe solver."
+            help="Begin with the model in this .safetensors or .pt file; for a Caffe solver, with a .caffemodel, or "
+            "continue from a .solverstate."
         ),
     ] = None,
     run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
@@ -117,8 +118,11 @@ def train(
     chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
     options = protocols.make({**description, **chosen})
     path: Path | None = None
+    is_state = tasks.is_solver(task) and weights is not None and weights.suffix == ".solverstate"
     if tasks.is_solver(task):
-        task_settings |= {"sources": ",".join(data)} if data else {}
+        # a line for each, since a path may have commas
+        task_settings |= {"sources": "".join(f"{item}\n" for item in data)} if data else {}
+        task_settings |= {"snapshot": str(weights.absolute())} if is_state and weights is not None else {}
     elif data is not None:
         if len(data) > 1:
             raise UsageError(f"--data is given {len(data)} times: task {task} has one folder or file of data")
@@ -135,14 +139,13 @@ def train(
         listen=listen, key=str(key.absolute()) if key else None, encrypt=False if no_encryption else None
     )
     where = runtime(on, workers, master, options, only_sim, only_cluster, device)
-    defaults = built.run_defaults(where.workers) if isinstance(built, CaffeTask) else {}
-    if all(goal is None for goal in (epochs, steps, until, seconds, patience)):
-        steps = defaults.get("steps")
-    seed = defaults.get("seed", 0) if seed is None else seed
     beginning: Path | dict[str, Tensor] | None = weights
-    if isinstance(built, CaffeTask) and weights is not None and weights.suffix == ".caffemodel":
-        beginning, loaded = built.with_weights(weights, seed)
-        err.print(f"{weights}: {loaded}", highlight=False, markup=False)
+    if isinstance(built, CaffeTask) and weights is not None:
+        if is_state:
+            beginning = None  # the weights that the file names are the task's default
+        elif weights.suffix not in SUFFIXES:
+            beginning, loaded = built.with_weights([weights], built.seed if seed is None else seed)
+            err.print(f"{weights}: {loaded}", highlight=False, markup=False)
     with _result_when_interrupted(as_json):
         result = api.run(
             built,
@@ -158,16 +161,13 @@ def train(
             seed=seed,
             weights=beginning,
             run_dir=run_dir,
-            evaluate_every=defaults.get("evaluate_every", 1.0) if evaluate_every is None else evaluate_every,
+            evaluate_every=evaluate_every,
             checkpoint_seconds=checkpoint_seconds,
             checkpoints=checkpoints,
             record=record,
             callbacks=make_loggers(log or []),
             task_spec={"spec": task, "data": path.absolute() if path else None, "settings": task_settings},
         )
-    if isinstance(built, CaffeTask) and built.snapshot_name is not None:
-        assert isinstance(result.model, Net)
-        write_weights(result.model, Path(result.figures["run"], f"{built.snapshot_name}.caffemodel"))
     show_result(result, as_json)
 
 

@@ -30,7 +30,7 @@ from tether.execution.pending import PendingWrites
 from tether.execution.plan import RunPlan
 from tether.execution.progress import Progress
 from tether.runtimes.base import NodeStates, Outcome
-from tether.task import users_code
+from tether.task import Task, users_code
 
 #: the most memory for models that wait for their evaluation, and the most such models
 WAITING_BYTES, WAITING_MAX = 512 << 20, 100
@@ -338,6 +338,10 @@ class RunObserver:
         with self._held_lock:
             bisect.insort(self._held_rows, row, key=lambda row: row["samples"])
         self._write_held_rows(self._evaluator.first_position() if self._evaluator is not None else math.inf)
+        task = self._plan.task
+        if type(task).step_files is not Task.step_files:
+            joint = self._joint.with_weights(weights)
+            self._keep_files("step_files()", lambda: task.step_files(joint, effect.step))
         late = effect.samples < self._newest_evaluated
         self._newest_evaluated = max(self._newest_evaluated, effect.samples)
         if not late:
