@@ -14,8 +14,8 @@ demo: $(READY)
 	@echo "to call tether in this shell: . $(BIN)/activate"
 
 test: lint packages $(WATSON)
-	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal -m 'not (spark or slow)'
-	@$(BIN)/python -m pytest -m 'spark and not slow'
+	@$(BIN)/python -m pytest -n $(PROCESSES) --dist worksteal -m 'not (spark or ray or slow)'
+	@$(BIN)/python -m pytest -m '(spark or ray) and not slow'
 
 test-spark: $(READY)
 	@$(BIN)/python -m pytest -m spark

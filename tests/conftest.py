@@ -41,7 +41,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if item.get_closest_marker("spark") is None:  # which has processes that all its tests share
+        if not any(map(item.get_closest_marker, ("spark", "ray"))):  # which have processes that all their tests share
             for pid in _children() - before:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)

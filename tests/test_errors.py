@@ -137,8 +137,11 @@ def test_a_missing_or_surplus_argument_is_a_usage_error() -> None:
 
 @pytest.mark.parametrize("on", [4, Local], ids=repr)
 def test_a_runtime_that_is_none_is_refused_with_those_that_there_are(on: Any) -> None:
-    expected = f"on must be tether.Local(...), tether.Sim(...), tether.Spark(...) or tether.Cluster(...), not {on!r}"
-    with pytest.raises(UsageError, match=f"^{re.escape(expected)}; or one of the names local, sim, spark, cluster$"):
+    expected = (
+        "on must be tether.Local(...), tether.Sim(...), tether.Spark(...), tether.Ray(...) or tether.Cluster(...)"
+    )
+    names = "or one of the names local, sim, spark, ray, cluster"
+    with pytest.raises(UsageError, match=f"^{re.escape(f'{expected}, not {on!r}')}; {names}$"):
         tether.run(Blobs(), on=on, steps=1)
 
 

@@ -53,6 +53,7 @@ APART = {
     "tether.runtimes.base": "tether.runtimes.interpreter",
     "tether.runtimes.process.node": "tether.runtimes.process.driver",
     "tether.runtimes.spark.agent": "tether.runtimes.process.driver",
+    "tether.runtimes.ray.agent": "tether.runtimes.process.driver",
     "tether.runtimes.interpreter": "tether.runtimes.spark",
 }
 #: a protocol has neither clock nor chance, and neither input nor output
@@ -92,6 +93,7 @@ OPTIONAL = {
     "pyarrow",
     "pyspark",
     "python_multipart",
+    "ray",
     "sklearn",
     "starlette",
     "tensorboard",

@@ -28,6 +28,7 @@ if _TYPE_CHECKING:
     from tether.protocols import Averaging, Elastic, Grid, Mpca, Server, Single, Streaming, Tide
     from tether.runtimes.cluster import Cluster
     from tether.runtimes.local import Local
+    from tether.runtimes.ray.runtime import Ray
     from tether.runtimes.sim.costs import StepTime
     from tether.runtimes.sim.faults import Faults
     from tether.runtimes.sim.runtime import Sim
@@ -55,6 +56,7 @@ _PUBLIC = {
     "tether.protocols": ("Averaging", "Elastic", "Grid", "Mpca", "Server", "Single", "Streaming", "Tide"),
     "tether.runtimes.cluster": ("Cluster",),
     "tether.runtimes.local": ("Local",),
+    "tether.runtimes.ray.runtime": ("Ray",),
     "tether.runtimes.sim.costs": ("StepTime",),
     "tether.runtimes.sim.faults": ("Faults",),
     "tether.runtimes.sim.runtime": ("Sim",),
@@ -78,6 +80,7 @@ __all__ = [
     "Length",
     "Local",
     "Mpca",
+    "Ray",
     "Result",
     "RunError",
     "Server",

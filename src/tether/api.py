@@ -32,6 +32,7 @@ from tether.protocols import make as make_protocol
 from tether.runtimes.base import Runtime
 from tether.runtimes.cluster import Cluster
 from tether.runtimes.local import Local
+from tether.runtimes.ray.runtime import Ray
 from tether.runtimes.record import replay
 from tether.runtimes.sim.runtime import Sim
 from tether.runtimes.spark.hadoop import HadoopStorage, is_url
@@ -77,6 +78,7 @@ def run(
     *,
     workers: int | None = None,
     master: str | None = None,
+    address: str | None = None,
     device: str | None = None,
     epochs: float | None = None,
     steps: int | None = None,
@@ -104,10 +106,11 @@ def run(
 
     protocol: how the workers agree: options such as `tether.Mpca(alpha=0.1)`, or a name such as "mpca". The default is
         the task's own, which is `tether.Tide()` for most tasks.
-    on: where the workers run: `tether.Local(...)`, `tether.Sim(...)`, `tether.Spark(...)`, or just "local", "sim" or
-        "spark"; local by default.
+    on: where the workers run: `tether.Local(...)`, `tether.Sim(...)`, `tether.Spark(...)`, `tether.Ray(...)`, or just
+        "local", "sim", "spark" or "ray"; local by default.
     workers: how many workers, 2 by default, if `on` is a name or left out.
     master: with on="spark", the cluster; a small one on this machine by default.
+    address: with on="ray", the cluster, such as HOST:6379; the one that runs on this machine by default.
     device: where workers compute, if `on` is a name or left out: "cuda:0", "cuda" for all such devices in turns, "cpu",
         or "auto", the default, for what the machine has.
     epochs, steps: how long to train: passes over the data by all workers together, or optimizer steps per worker. The
@@ -155,7 +158,7 @@ def run(
     _check_protocol("protocol", protocol)
     if warmup is not None:
         _check_protocol("warmup", warmup)
-    on = make_runtime(on, workers, master, protocol, device=device)
+    on = make_runtime(on, workers, master, protocol, address=address, device=device)
     with users_code(task, "run_defaults()"):
         defaults = task.run_defaults(on.workers, seed)
     if all(goal is None for goal in (epochs, steps, until, seconds, patience)):
@@ -283,6 +286,7 @@ def resume(
     *,
     workers: int | None = None,
     master: str | None = None,
+    address: str | None = None,
     epochs: float | None = None,
     steps: int | None = None,
     until: str | None = None,
@@ -298,6 +302,7 @@ def resume(
     task: needed if the run was not started by the command line.
     workers: another number of workers than before.
     master: for a run on Spark, another cluster than before. An existing session is used as it is.
+    address: for a run on Ray, another cluster than before.
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. Without
         epochs and steps the run goes no further than it would have gone before. A model from before remains the best
         until a better one is found.
@@ -310,7 +315,7 @@ def resume(
     else:
         directory = RunDirectory.open(Path(run_dir))
     if directory.storage is None and "script" in directory.read_config()["task"]:
-        if any(other is not None for other in (task, master, epochs, steps, until, seconds, patience)):
+        if any(other is not None for other in (task, master, address, epochs, steps, until, seconds, patience)):
             raise UsageError(f"{directory.path} is a run of a script, which knows its own task and goal: name neither")
         return launch(None, resume=directory.path, workers=workers, progress=progress)
     with directory.lock():
@@ -323,10 +328,12 @@ def resume(
             damage = "".join(f"; {note}" for note in directory.notes)
             how = f"with --run {directory.path} (run_dir)" if directory.is_abandoned() else "in another place"
             raise UsageError(f"{where} has no checkpoint to continue from: start the run again, {how}{damage}")
-        if master is not None:
-            if config["runtime"]["name"] != "spark":
-                raise UsageError(f"master: {directory.path} was not a run on Spark; leave master out")
-            config["runtime"]["master"] = master
+        for name, place in {"master": master, "address": address}.items():
+            if place is not None:
+                if config["runtime"]["name"] != _PLACES[name]:
+                    engine = _PLACES[name].title()
+                    raise UsageError(f"{name}: {directory.path} was not a run on {engine}; leave {name} out")
+                config["runtime"][name] = place
         task, protocol, on, request = _reopen(config, task, workers)
         request = replace(request, record=False)  # a record begins at the beginning
         if any(goal is not None for goal in (epochs, steps, until, seconds, patience)):
@@ -428,7 +435,15 @@ def _check_protocol(name: str, options: object) -> None:
 
 
 #: by name, what makes a runtime with a number of workers
-RUNTIMES: dict[str, Callable[..., Runtime]] = {"local": Local, "sim": Sim, "spark": Spark.at, "cluster": Cluster}
+RUNTIMES: dict[str, Callable[..., Runtime]] = {
+    "local": Local,
+    "sim": Sim,
+    "spark": Spark.at,
+    "ray": Ray,
+    "cluster": Cluster,
+}
+#: options that say which cluster, and the runtime that has each
+_PLACES = {"master": "spark", "address": "ray"}
 
 
 def make_runtime(
@@ -437,6 +452,7 @@ def make_runtime(
     master: str | None,
     protocol: Options,
     *,
+    address: str | None = None,
     device: str | None = None,
     **settings: Any,
 ) -> Runtime:
@@ -445,22 +461,26 @@ def make_runtime(
     if not isinstance(on, str):
         if isinstance(on, type) or not hasattr(on, "execute"):
             raise UsageError(
-                f"on must be tether.Local(...), tether.Sim(...), tether.Spark(...) or tether.Cluster(...), not {on!r}; "
-                f"or one of the names {', '.join(RUNTIMES)}"
+                f"on must be tether.Local(...), tether.Sim(...), tether.Spark(...), tether.Ray(...) or "
+                f"tether.Cluster(...), not {on!r}; or one of the names {', '.join(RUNTIMES)}"
             )
-        if any(given is not None for given in (workers, master, device)):
+        if any(given is not None for given in (workers, master, address, device)):
             raise UsageError(
-                f"workers, master and device belong to the runtime: write tether.{type(on).__name__}(...) with them"
+                "workers, master, address and device belong to the runtime: write "
+                f"tether.{type(on).__name__}(...) with them"
             )
         return on  # type: ignore[return-value]
     if on not in RUNTIMES:
         raise unknown("runtime", on, RUNTIMES)
-    if master is not None and on != "spark":
-        raise UsageError("master: only a Spark cluster has that; add on='spark' (--on spark)")
+    places = {"master": master, "address": address}
+    for name, place in places.items():
+        if place is not None and on != (engine := _PLACES[name]):
+            raise UsageError(f"{name}: only a {engine.title()} cluster has that; add on='{engine}' (--on {engine})")
+    places = {name: place for name, place in places.items() if on == _PLACES[name]}
     if device is not None and on != "local":
         raise UsageError(
-            "device: only workers in processes on this machine are given a device by name; on Spark they take those "
-            "that executors have, and in the simulator model() decides"
+            "device: only workers in processes on this machine are given a device by name; on Spark and Ray they take "
+            "those that the cluster assigns, and in the simulator model() decides"
         )
     if on == "cluster" and not {"listen", "key"} <= settings.keys():
         raise UsageError(
@@ -468,7 +488,7 @@ def make_runtime(
         )
     count = workers if workers is not None else protocol.workers_max or 2
     settings |= {"device": device} if on == "local" else {}
-    return RUNTIMES[on](**({"master": master} if on == "spark" else {}), workers=count, **settings)
+    return RUNTIMES[on](**places, workers=count, **settings)
 
 
 def _reopen(config: dict[str, Any], task: Task | None, workers: int | None) -> tuple[Task, Options, Runtime, Request]:

@@ -50,6 +50,7 @@ def runtime(
     only_sim: dict[str, Any],
     only_cluster: dict[str, Any],
     device: str | None = None,
+    address: str | None = None,
 ) -> Runtime:
     """The runtime of that name; `only_sim` and `only_cluster` are options that only these have."""
     least, most = _range(workers)
@@ -61,7 +62,7 @@ def runtime(
     if only_sim and on in api.RUNTIMES and on != "sim":
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
         raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
-    return api.make_runtime(on, least, master, protocol, device=device, **only_sim, **only_cluster)
+    return api.make_runtime(on, least, master, protocol, address=address, device=device, **only_sim, **only_cluster)
 
 
 def _range(workers: str | None) -> tuple[int | None, int | None]:

@@ -21,6 +21,10 @@ MasterOption = Annotated[
     str | None,
     typer.Option(help="spark: the cluster, such as spark://HOST:7077; a small one on this machine unless given."),
 ]
+AddressOption = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="ray: the cluster; the one of this machine, or a new one, unless given."),
+]
 DeviceOption = Annotated[
     str | None,
     typer.Option(help="Where workers compute: cuda:0, cuda for all such devices in turns, cpu or auto [auto]."),

@@ -14,6 +14,7 @@ from tether import api, protocols, tasks
 from tether.caffe import CaffeTask
 from tether.cli.build import given, protocol_class, runtime, split_settings
 from tether.cli.options import (
+    AddressOption,
     DeviceOption,
     EpochsOption,
     JsonOption,
@@ -47,7 +48,7 @@ def train(
         str | None,
         typer.Option("--protocol", "-p", help="How workers agree; the one that suits the task unless given."),
     ] = None,
-    on: Annotated[str, typer.Option(help="Where to run: local, sim, spark or cluster.")] = "local",
+    on: Annotated[str, typer.Option(help="Where to run: local, sim, spark, ray or cluster.")] = "local",
     workers: Annotated[
         str | None,
         typer.Option("--workers", "-n", metavar="N", help="How many workers; on a cluster MIN:MAX lets more join."),
@@ -60,6 +61,7 @@ def train(
         bool, typer.Option("--no-encryption", help="cluster: send in the clear, on a network that you trust.")
     ] = False,
     master: MasterOption = None,
+    address: AddressOption = None,
     device: DeviceOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
@@ -138,7 +140,7 @@ def train(
     only_cluster = given(
         listen=listen, key=str(key.absolute()) if key else None, encrypt=False if no_encryption else None
     )
-    where = runtime(on, workers, master, options, only_sim, only_cluster, device)
+    where = runtime(on, workers, master, options, only_sim, only_cluster, device, address)
     beginning: Path | dict[str, Tensor] | None = weights
     if isinstance(built, CaffeTask) and weights is not None:
         if is_state:
@@ -175,6 +177,7 @@ def resume(
     run_dir: RunOrUrlArgument,
     workers: WorkersOption = None,
     master: MasterOption = None,
+    address: AddressOption = None,
     epochs: EpochsOption = None,
     steps: StepsOption = None,
     until: UntilOption = None,
@@ -189,6 +192,7 @@ def resume(
             run_dir,
             workers=workers,
             master=master,
+            address=address,
             epochs=epochs,
             steps=steps,
             until=until,

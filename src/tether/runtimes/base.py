@@ -276,3 +276,10 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise UsageError(f"{name} must be a whole number, not {value!r}")
     if value < least:
         raise UsageError(f"{name} must be at least {least}, not {value}")
+
+
+def check_source(plan: Plan, name: str) -> None:
+    """Refuse a task whose rows another runtime than that of this name brings."""
+    if plan.source is not None and plan.source.engine != name:
+        engine = plan.source.engine
+        raise UsageError(f"{engine.title()} brings this task its rows: run it with on=tether.{engine.title()}(...)")

@@ -34,15 +34,13 @@ from torch import Tensor
 from tether.core.machine import Node
 from tether.core.message import Message
 from tether.errors import RunError, UsageError, WireError
-from tether.runtimes.base import Observer, Outcome, Plan, check_count
+from tether.runtimes.base import Observer, Outcome, Plan, check_count, check_source
 from tether.runtimes.process.agent import GREETING_SECONDS, Answer, Assignment, Lifeline, Refusal, greet, host_nodes
-from tether.runtimes.process.agents import Agent, AgentLauncher, split_nodes
+from tether.runtimes.process.agents import Agent, AgentLauncher, check_apart, launchers
 from tether.runtimes.process.driver import Driver, check_processes
 from tether.runtimes.process.handshake import Keys
-from tether.runtimes.process.launcher import Launcher
 from tether.runtimes.process.link import Inbox, Outbox
 from tether.runtimes.process.liveness import Watchdog
-from tether.runtimes.process.local_launcher import LocalLauncher
 from tether.runtimes.process.spec import NodeSpec
 
 #: changes with everything that driver and workers send each other
@@ -132,14 +130,8 @@ class Cluster:
             check_count("workers_max", self.workers_max, self.workers)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
-        if plan.shares:
-            raise UsageError("machines do not share memory: use apply='server'")
-        if plan.record:
-            raise UsageError("a run on a cluster cannot be recorded: its nodes do not share the run's directory")
-        if plan.source is not None or plan.scripted:
-            raise UsageError(
-                "a cluster runs tasks whose data each machine reads by itself: use --on local or --on spark"
-            )
+        check_apart(plan, "a cluster")
+        check_source(plan, "cluster")
         driver = ClusterDriver(self, plan, observer)
         try:
             return driver.execute()
@@ -177,12 +169,9 @@ class ClusterDriver(Driver):
         self._spec = NodeSpec(plan, self.directory, settings.threads, keys=self.keys, host=host)
 
     def execute(self) -> Outcome:
-        remote, local = split_nodes(self._plan.nodes)
-        self._agents.prepare(self._plan, self.address, remote)
-        launchers: list[tuple[Launcher, list[Node]]] = [(self._agents, remote)]
-        if local:
-            launchers.append((LocalLauncher(self._spec), local))
-        return self.run(launchers)
+        started = launchers(self._agents, self._spec)
+        self._agents.prepare(self._plan, self.address, started[0][1])
+        return self.run(started)
 
     def close(self) -> None:
         if not self._launchers:

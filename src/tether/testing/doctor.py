@@ -29,6 +29,7 @@ EXTRAS = {
     "tasks": "sklearn",
     "plot": "matplotlib",
     "spark": "pyspark",
+    "ray": "ray",
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "huggingface": "transformers",

@@ -15,10 +15,13 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tether.core.machine import Node
-from tether.errors import WireError
+from tether.errors import UsageError, WireError
+from tether.runtimes.base import Plan
 from tether.runtimes.process.agent import LIFELINE, Answer, Assignment, Refusal, close_after_silence, decode
 from tether.runtimes.process.handshake import AuthenticatedConnection, Keys, Listener
-from tether.runtimes.process.launcher import NodeExited, NodeStarted
+from tether.runtimes.process.launcher import Launcher, NodeExited, NodeStarted
+from tether.runtimes.process.local_launcher import LocalLauncher
+from tether.runtimes.process.spec import NodeSpec
 
 G = TypeVar("G", bound=msgspec.Struct)
 
@@ -48,6 +51,23 @@ def split_nodes(nodes: Iterable[Node]) -> tuple[list[Node], list[Node]]:
     hosts = {node.host for node in nodes if node.computes and node.host}
     remote = [node for node in nodes if node.computes or node.host in hosts]
     return remote, [node for node in nodes if node not in remote]
+
+
+def launchers(agents: AgentLauncher[Any], spec: NodeSpec) -> list[tuple[Launcher, list[Node]]]:
+    """What starts the nodes of a plan: agents, and this machine for those that run beside the driver."""
+    remote, local = split_nodes(spec.plan.nodes)
+    beside: list[tuple[Launcher, list[Node]]] = [(LocalLauncher(spec), local)] if local else []
+    return [(agents, remote), *beside]
+
+
+def check_apart(plan: Plan, where: str) -> None:
+    """Refuse a plan that needs all nodes on one machine; `where` follows "on"."""
+    if plan.shares:
+        raise UsageError(f"workers on {where} do not share memory: use apply='server'")
+    if plan.record:
+        raise UsageError(f"a run on {where} cannot be recorded: its nodes do not share the run's directory")
+    if plan.scripted:
+        raise UsageError(f"a script of your own does not run on {where}: run it on this machine")
 
 
 class AgentLauncher(Generic[G]):

@@ -118,6 +118,9 @@ class Columns:
 class RowSource:
     """The rows of a DataFrame or RDD, checked. Used by the driver."""
 
+    #: the runtime that brings them
+    engine = "spark"
+
     def __init__(self, data: DataFrame | RDD[Any], columns: Columns) -> None:
         from pyspark.sql import functions as sql
 

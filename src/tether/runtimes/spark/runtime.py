@@ -26,18 +26,16 @@ import cloudpickle
 import torch
 
 from tether.core.compress import Packed
-from tether.core.machine import Node
 from tether.core.message import Message, Tag
 from tether.core.wire import Codec
-from tether.errors import RunError, UsageError
-from tether.runtimes.base import Observer, Outcome, Plan
+from tether.errors import RunError
+from tether.runtimes.base import Observer, Outcome, Plan, check_source
 from tether.runtimes.collectives import joined
 from tether.runtimes.process.agent import Answer, Assignment, Refusal
-from tether.runtimes.process.agents import Agent, AgentLauncher, split_nodes
+from tether.runtimes.process.agents import Agent, AgentLauncher, check_apart, launchers
 from tether.runtimes.process.driver import Driver, check_processes
-from tether.runtimes.process.launcher import Launcher, NodeExited
+from tether.runtimes.process.launcher import NodeExited
 from tether.runtimes.process.link import message_types
-from tether.runtimes.process.local_launcher import LocalLauncher
 from tether.runtimes.process.spec import NodeSpec
 from tether.runtimes.spark import collectives as exchange
 from tether.runtimes.spark import jvm
@@ -94,10 +92,8 @@ class Spark:
         return Spark(jvm.session(master), workers, **settings)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
-        if plan.shares:
-            raise UsageError("executors do not share memory: use apply='server'")
-        if plan.record:
-            raise UsageError("a run on Spark cannot be recorded: its nodes do not share the run's directory")
+        check_apart(plan, "Spark")
+        check_source(plan, self.name)
         advice = jvm.check_session(self.session, self.workers)
         part_bytes = 0
         if plan.collective:
@@ -145,11 +141,7 @@ class SparkDriver(Driver):
         self._offered: defaultdict[Tag, dict[str, int]] = defaultdict(dict)
 
     def execute(self) -> Outcome:
-        on_executors, local = split_nodes(self._plan.nodes)
-        launchers: list[tuple[Launcher, list[Node]]] = [(self._agents, on_executors)]
-        if local:
-            launchers.append((LocalLauncher(self._spec), local))
-        return self.run(launchers)
+        return self.run(launchers(self._agents, self._spec))
 
     def close(self) -> None:
         self._jobs.close()

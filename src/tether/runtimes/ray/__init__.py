@@ -1,0 +1,1 @@
+"""Nodes as agents that are actors of Ray, which places and replaces them."""
