@@ -363,22 +363,22 @@ SGD = "momentum: 0.9; weight_decay:"
 IMAGENET_TEST = "test_iter: 1000; test_interval: 1000"
 #: rate, policy and length of training, as published with each net
 SOLVERS = {
-    "lenet": "test_iter: 100; test_interval: 500; base_lr: 0.01; lr_policy: \"inv\"; gamma: 0.0001; power: 0.75; "
+    "lenet": 'test_iter: 100; test_interval: 500; base_lr: 0.01; lr_policy: "inv"; gamma: 0.0001; power: 0.75; '
     f"{SGD} 0.0005; max_iter: 10000; snapshot: 5000",
-    "cifar10_quick": "test_iter: 40; test_interval: 500; base_lr: 0.001; lr_policy: \"fixed\"; "
+    "cifar10_quick": 'test_iter: 40; test_interval: 500; base_lr: 0.001; lr_policy: "fixed"; '
     f"{SGD} 0.004; max_iter: 4000; snapshot: 4000",
-    "cifar10_full": "test_iter: 100; test_interval: 1000; base_lr: 0.001; lr_policy: \"multistep\"; gamma: 0.1; "
+    "cifar10_full": 'test_iter: 100; test_interval: 1000; base_lr: 0.001; lr_policy: "multistep"; gamma: 0.1; '
     f"stepvalue: 60000; stepvalue: 65000; {SGD} 0.004; max_iter: 70000; snapshot: 10000",
-    "alexnet": f"{IMAGENET_TEST}; base_lr: 0.01; lr_policy: \"step\"; gamma: 0.1; stepsize: 100000; {SGD} 0.0005; "
+    "alexnet": f'{IMAGENET_TEST}; base_lr: 0.01; lr_policy: "step"; gamma: 0.1; stepsize: 100000; {SGD} 0.0005; '
     "max_iter: 450000; snapshot: 10000",
-    "googlenet": f"{IMAGENET_TEST}; base_lr: 0.01; lr_policy: \"poly\"; power: 0.5; {SGD} 0.0002; max_iter: 2400000; "
+    "googlenet": f'{IMAGENET_TEST}; base_lr: 0.01; lr_policy: "poly"; power: 0.5; {SGD} 0.0002; max_iter: 2400000; '
     "snapshot: 40000",
     **{
-        f"resnet{depth}": "test_iter: 100; test_interval: 1000; base_lr: 0.1; lr_policy: \"multistep\"; gamma: 0.1; "
+        f"resnet{depth}": 'test_iter: 100; test_interval: 1000; base_lr: 0.1; lr_policy: "multistep"; gamma: 0.1; '
         f"stepvalue: 32000; stepvalue: 48000; {SGD} 0.0001; max_iter: 64000; snapshot: 8000"
         for depth in (20, 32, 44, 56, 110)
     },
-    "siamese": "test_iter: 100; test_interval: 500; base_lr: 0.01; lr_policy: \"inv\"; gamma: 0.0001; power: 0.75; "
+    "siamese": 'test_iter: 100; test_interval: 500; base_lr: 0.01; lr_policy: "inv"; gamma: 0.0001; power: 0.75; '
     f"{SGD} 0; max_iter: 50000; snapshot: 5000",
 }
 
