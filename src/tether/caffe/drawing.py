@@ -103,6 +103,7 @@ def draw(net: Net, path: Path) -> None:
             fc=COLOURS[box.kind],
             ec="#4d4d4d",
             lw=0.8,
+            zorder=1,
         )
         axes.add_patch(patch)
         axes.text(x, y - high / 2, box.text, ha="center", va="center", fontsize=7 * scale)
@@ -110,7 +111,8 @@ def draw(net: Net, path: Path) -> None:
             above = boxes[parent]
             end = -tops[above.row] - LINE * (above.text.count("\n") + 1) - 0.12
             arrow = {"arrowstyle": "-|>", "color": "#4d4d4d", "lw": 0.8, "shrinkA": 2, "shrinkB": 2}
-            axes.annotate("", (x, y), (above.place * ACROSS, end), arrowprops=arrow)
+            # behind the boxes that it passes
+            axes.annotate("", (x, y), (above.place * ACROSS, end), arrowprops=arrow, zorder=0.5)
     try:
         # without a date, so that the same net gives the same file
         figure.savefig(path, dpi=max(20, 100 * scale), metadata={"Date": None} if path.suffix == ".svg" else None)
