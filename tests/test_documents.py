@@ -96,7 +96,7 @@ SHORTER = {
     "tether resume RUN": "--epochs 2",
 }
 #: commands that need a data set which is to be fetched, and runs of it, or Spark, which has a test of its own
-ELSEWHERE = ("--data DIR", "report single", "--on spark")
+ELSEWHERE = ("--data DIR", "report single", "--on spark", "--on ray")
 
 
 #: the documents whose commands run, and the program in each that they call my_task.py
@@ -209,7 +209,7 @@ def test_the_program_of_the_document_on_loops_runs_alone_launched_and_resumed(tm
 
 
 def test_every_document_with_a_program_is_tested() -> None:
-    tested = {"faults.md", "loops.md", "protocols.md", "spark.md", "tasks.md"}
+    tested = {"faults.md", "loops.md", "protocols.md", "ray.md", "spark.md", "tasks.md"}
     assert {path.name for path in (ROOT / "docs").rglob("*.md") if "```" in path.read_text()} == tested
 
 
