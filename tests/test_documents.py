@@ -97,7 +97,7 @@ SHORTER = {
     "tether resume RUN": "--epochs 2",
 }
 #: commands that need a data set which is to be fetched, and runs of it, or Spark, which has a test of its own
-ELSEWHERE = ("--data DIR", "report single", "--on spark")
+ELSEWHERE = ("--data DIR", "report single", "--on spark", "--on ray")
 
 
 #: the documents whose commands run, and the program in each that they call my_task.py
@@ -227,7 +227,7 @@ def test_the_commands_of_the_document_on_clusters_train_on_workers_that_join(tmp
 
 
 def test_every_document_with_a_program_is_tested() -> None:
-    tested = {"caffe.md", "cluster.md", "faults.md", "loops.md", "protocols.md", "spark.md", "tasks.md"}
+    tested = {"caffe.md", "cluster.md", "faults.md", "loops.md", "protocols.md", "ray.md", "spark.md", "tasks.md"}
     assert {path.name for path in (ROOT / "docs").rglob("*.md") if "```" in path.read_text()} == tested
 
 

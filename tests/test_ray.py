@@ -67,7 +67,7 @@ class Killer(Assassin):
         return [text for _, text in self.notes if text.endswith("has joined")]
 
     def meter(self, meter: Any, time_: float) -> None:
-        raylet = self.cluster.worker_nodes[0] if self.cluster.worker_nodes else None
+        raylet = next((node for node in self.cluster.worker_nodes if actors_of(node)), None)
         if meter.steps >= self.steps and len(self.kills) == len(self.joined) < 2 and raylet is not None:
             if not self.kills:
                 os.kill(actors_of(raylet)[0], signal.SIGKILL)
@@ -129,3 +129,15 @@ def test_settings_that_ray_cannot_have_are_refused(tmp_path: Path) -> None:
         train_quietly(Blobs(), None, tether.Ray(2, "ray://somewhere:10001"), tmp_path / "run", steps=1)
     with pytest.raises(UsageError, match="address: only a Ray cluster has that"):
         tether.run(Blobs(), on="local", address="somewhere:6379")
+
+
+def test_the_program_of_the_document_runs_on_the_cluster_that_the_environment_names(
+    raylets: Any, tmp_path: Path
+) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "ray.md").read_text()
+    program = text.partition("```python\n")[2].partition("```")[0] + "print(result)"
+    environment = {**os.environ, "RAY_ADDRESS": raylets.address}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0 and "error=" in done.stdout, done.stderr
