@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import typer
 
+from test_cluster import free_address
 from test_layers import LAYERS, PARTS, SOURCE
 from tether.cli import app as cli
 from tether.task import Length, Task
@@ -208,8 +209,25 @@ def test_the_program_of_the_document_on_loops_runs_alone_launched_and_resumed(tm
     assert (tmp_path / "model.pt").exists()
 
 
+def test_the_commands_of_the_document_on_clusters_train_on_workers_that_join(tmp_path: Path) -> None:
+    text = (ROOT / "docs/cluster.md").read_text().replace("10.0.0.1:7000", free_address())
+    keys, train, worker = (shlex.split(line) for line in re.findall(r"^   (tether .*)$", text, re.MULTILINE))
+    subprocess.run([sys.executable, "-m", *keys], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+    started = [[*train, "--run", "run", "--epochs", "2"], worker, worker]
+    nodes = [
+        subprocess.Popen([sys.executable, "-m", *words], cwd=tmp_path, stderr=subprocess.PIPE) for words in started
+    ]
+    try:
+        ended = [node.communicate(timeout=200)[1].decode() for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0, 0], ended
+    assert (tmp_path / "run" / "checkpoints").exists()
+
+
 def test_every_document_with_a_program_is_tested() -> None:
-    tested = {"faults.md", "loops.md", "protocols.md", "spark.md", "tasks.md"}
+    tested = {"caffe.md", "cluster.md", "faults.md", "loops.md", "protocols.md", "spark.md", "tasks.md"}
     assert {path.name for path in (ROOT / "docs").rglob("*.md") if "```" in path.read_text()} == tested
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
@@ -131,9 +132,10 @@ def test_when_the_region_is_full_tensors_are_ordinary_and_nothing_is_lent(tmp_pa
 @pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_FSIZE], ids=["addresses", "files"])
 def test_where_the_system_sets_limits_nothing_is_lent(limit: int, tmp_path: Path) -> None:
     before = resource.getrlimit(limit)
-    resource.setrlimit(limit, (2**36, before[1]))
+    mapped = mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(limit, (mapped + 2**36, before[1]))
     try:
-        memory = Memory(tmp_path, "owner", size=2**37)
+        memory = Memory(tmp_path, "owner", size=mapped + 2**37)
     finally:
         resource.setrlimit(limit, before)
     assert torch.equal(full(memory, 2.0), torch.full((COUNT,), 2.0))

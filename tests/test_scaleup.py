@@ -77,7 +77,7 @@ def test_the_parameter_server_over_pipes_learns(folder: Path) -> None:
     before = task.loss(model, everything).item()
     step = scaleup._pipe_step(task, ours, rank=0)
     server.start()
-    for _ in range(100):
+    for _ in range(400):
         step()
     ours.send_bytes(b"")
     server.join()
