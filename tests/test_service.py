@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 import zipfile
@@ -155,11 +156,57 @@ def test_a_key_opens_only_what_its_owner_has_until_it_is_revoked(tmp_path: Path)
         store.add("ann", "id2", limits=(1, 1, 10), **about)
     store.finish("id", AVAILABLE, "", {})
     assert store.get("ann", "n")["id"] == "id"
+    # the command line adds keys while a service runs
+    other, _ = Access(store, Settings(tmp_path)).make_key("bob", "")
+    assert access.caller({"authorization": f"Bearer {other}"}, "here") == "bob"
     access.revoke("ann", record["id"])
     for headers, code in zip((basic, *bearers), (401, 401, 429), strict=True):
         with pytest.raises(Problem) as refused:
             access.caller(headers, "here")
         assert refused.value.code == code
+
+
+POSTGRES = shutil.which("initdb") or next(map(str, Path("/usr/lib/postgresql").glob("*/bin/initdb")), None)
+
+
+@pytest.mark.skipif(POSTGRES is None or os.geteuid() != 0, reason="needs PostgreSQL, and root to start it as nobody")
+def test_postgresql_keeps_what_sqlite_keeps(tmp_path: Path) -> None:
+    binaries = Path(str(POSTGRES)).resolve().parent
+    where = tempfile.mkdtemp(dir="/tmp")
+    os.chown(where, 65534, 65534)
+
+    def run(name: str, *arguments: str) -> None:
+        command = [str(binaries / name), "-D", f"{where}/data", *arguments]
+        subprocess.run(command, user=65534, group=65534, cwd=where, check=True, stdout=subprocess.DEVNULL)
+
+    run("initdb", "-U", "tether", "--auth=trust", "--no-sync")
+    run("pg_ctl", "-w", "-o", f"-k {where} -c listen_addresses= -c fsync=off", "-l", f"{where}/log", "start")
+    try:
+        database = Database(tmp_path / "unused", f"postgresql://tether@/postgres?host={where}")
+        store = Store(database)
+        access = Access(store, Settings(tmp_path))
+        key, _ = access.make_key("ann", "")
+        assert access.caller({"authorization": f"Bearer {key}"}, "here") == "ann"
+        about = {"language": "en", "row_count": 5, "class_count": 2, "bytes": 1, "limits": (9, 9, 10)}
+        for name in ("one", "two"):
+            store.add("ann", name, name="n", **about)
+            store.finish(name, AVAILABLE, "", {"accuracy": 0.5})
+        assert [store.get("ann", "n")[name] for name in ("id", "version", "figures")] == ["two", 2, {"accuracy": 0.5}]
+        store.choose("ann", "n", "one")
+        assert store.get("ann", "n")["id"] == "one"
+        for owner, name in (("bob", "one"), ("ann", "o\0ne")):
+            with pytest.raises(Problem, match=r"Classifier not found\."):
+                store.get(owner, name)
+        store.remove("ann", "one")
+        assert store.names("ann") == {"n": "two"}
+        store.count("ann", "classify", 3)
+        assert [(row["kind"], row["count"]) for row in store.usage("ann")] == [("classify", 3)]
+        run("pg_ctl", "-w", "-m", "fast", "restart", "-o", f"-k {where} -c listen_addresses=", "-l", f"{where}/log")
+        assert store.ids() == {"two"}  # the connection was lost, and is made again
+        database.close()
+    finally:
+        run("pg_ctl", "-w", "-m", "immediate", "stop")
+        shutil.rmtree(where)
 
 
 # ---- a service ------------------------------------------------------------------------------------------------------
@@ -336,7 +383,7 @@ def test_the_downloaded_model_classifies_without_the_service(service: Served, tr
     assert alone["probability"] == pytest.approx(served["classes"][0]["confidence"], abs=1e-5)
 
 
-def test_what_was_acknowledged_survives_a_kill_and_what_is_deleted_is_gone(tmp_path: Path) -> None:
+def test_what_was_acknowledged_survives_a_kill_and_what_is_deleted_is_gone(tmp_path: Path, csv_file: Path) -> None:
     served = Served(tmp_path, "--no-auth")
     made = served.create(WEATHER)[1]["classifier_id"]
     served.process.kill()
@@ -345,8 +392,19 @@ def test_what_was_acknowledged_survives_a_kill_and_what_is_deleted_is_gone(tmp_p
     served = Served(tmp_path, "--no-auth")
     try:
         assert served.wait(made)["status"] == "Available"
-        second = served.create(WEATHER)[1]["classifier_id"]
+        several = WEATHER.replace("temperature", "temperature,any").replace("conditions", "conditions,any")
+        second = served.create(several)[1]["classifier_id"]
         assert served.wait(second)["version"] == 2
+        found = served.ask(f"/v1/classifiers/{second}/classify", {"text": "How hot is it today?"})[1]["classes"]
+        assert found[0]["class_name"] == "any"
+        assert sum(one["confidence"] for one in found) > 1.2  # each class is likely by itself
+        for command in (
+            [str(PYTHON_SDK), str(ROOT / "tests/watson.py")],
+            ["node", str(ROOT / "tests/watson.js"), str(NODE_SDK)],
+        ):
+            if all(Path(shutil.which(part) or part).exists() for part in command):
+                done = subprocess.run([*command, served.url, "", str(csv_file)], capture_output=True, text=True)
+                assert passed(done.stdout) == ["none passed"], done.stderr
         assert served.ask("/api/names/weather", {"classifier_id": made}, "PUT")[0] == 200
         assert served.ask("/v1/classifiers/weather")[1]["classifier_id"] == made
         assert served.ask(f"/v1/classifiers/{made}", method="DELETE") == (200, {})

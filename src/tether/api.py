@@ -294,6 +294,7 @@ def resume(
     patience: int | None = None,
     progress: Progress | None = None,
     callbacks: Sequence[Callback] = (),
+    stop: Callable[[], str | None] | None = None,
 ) -> Result:
     """Continue a run from its newest checkpoint.
 
@@ -306,7 +307,7 @@ def resume(
     epochs, steps, until, seconds, patience: another goal than before; seconds and patience count from now on. Without
         epochs and steps the run goes no further than it would have gone before. A model from before remains the best
         until a better one is found.
-    callbacks: as in `run`; those of the earlier part are not kept.
+    callbacks, stop: as in `run`; those of the earlier part are not kept.
     """
     asked_at = time.monotonic()
     not_while_importing()
@@ -352,6 +353,7 @@ def resume(
                 asked_at,
                 progress,
                 config["task"],
+                stop,
                 callbacks=called,
             ).run()
 

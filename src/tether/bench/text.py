@@ -24,12 +24,14 @@ from tether.errors import UsageError
 from tether.execution.progress import make_progress
 from tether.tasks.text import Classifier, Text
 
-#: by name: the file of training rows, the file of test rows (a tenth of the others if None), text and label column
-SETS: dict[str, tuple[str, str | None, str, str]] = {
+#: by name: the file of training rows, the file of test rows (a tenth of the others if None), text and label column,
+#: which have no names in a file without a header
+SETS: dict[str, tuple[str, str | None, str | None, str | None]] = {
     "trec_coarse": ("trec_train.csv", "trec_test.csv", "text", "coarse"),
     "trec_fine": ("trec_train.csv", "trec_test.csv", "text", "fine"),
     "mr": ("mr_polarity.csv", None, "text", "label"),
     "banking77": ("banking77_train.csv", "banking77_test.csv", "text", "category"),
+    "icd10": ("nlc/ICD-10-GT-AA.csv", None, None, None),
 }
 Rows = list[tuple[str, str]]
 
@@ -65,6 +67,8 @@ def _split(folder: Path, name: str, seed: int) -> tuple[Rows, Rows]:
     def read(file: str) -> Rows:
         try:
             with (folder / file).open(encoding="utf-8", newline="") as lines:
+                if text_column is None or label_column is None:
+                    return [(row[0].strip(), row[1].strip()) for row in csv.reader(lines) if row]
                 return [(row[text_column].strip(), row[label_column].strip()) for row in csv.DictReader(lines)]
         except OSError as error:
             raise UsageError(f"{folder / file} cannot be read: {error.strerror}") from error

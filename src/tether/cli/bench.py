@@ -28,6 +28,7 @@ BENCHMARKS = {
     "rudra": "Staleness and overlap of the parameter server, in the simulator (Rudra).",
     "scaleup": "Two workers on one machine against DDP, Hogwild and others (GaDei).",
     "scaling": "Time to a target error of mpca with 1 to 64 workers, in the simulator.",
+    "service": "How soon `tether serve` answers, under load while it trains, and what kills cost.",
     "sim": "Events per second of the simulator.",
     "spark": "What exchanges on a Spark cluster cost.",
     "table2": "Time to a target error of every protocol, in the simulator (MPCA SGD).",

@@ -33,10 +33,7 @@ def classify(
     as_json: JsonOption = False,
 ) -> None:
     """Classify texts with the model of a run of task text; prints label, probability and text."""
-    files = api.task_files(run_dir)
-    if CLASSIFIER not in files:
-        raise UsageError(f"{run_dir} has no {CLASSIFIER}: classify needs a run of task text")
-    found = [answers[0] for answers in Classifier.from_bytes(files[CLASSIFIER]).classify(texts, top=1)]
+    found = [answers[0] for answers in _classifier(run_dir).classify(texts, top=1)]
     if as_json:
         rows = [
             {"text": text, "label": label, "probability": probability}
@@ -46,3 +43,13 @@ def classify(
         return
     for text, (label, probability) in zip(texts, found, strict=True):
         out.print(f"{label}  {probability:.1%}  {text}", highlight=False, markup=False)
+
+
+def _classifier(run_dir: str) -> Classifier:
+    """Of a run, or of a folder that has only a classifier, as the service gives out."""
+    if (Path(run_dir) / CLASSIFIER).is_file():
+        return Classifier.load(run_dir)
+    files = api.task_files(run_dir)
+    if CLASSIFIER not in files:
+        raise UsageError(f"{run_dir} has no {CLASSIFIER}: classify needs a run of task text")
+    return Classifier.from_bytes(files[CLASSIFIER])

@@ -24,7 +24,7 @@ _WINDOW_SECONDS = 60.0
 
 
 class Access:
-    """Knows all keys; a service has one process, so what it has in memory is what the database has."""
+    """Knows all keys. Only this process revokes; keys that the command line has added are found in the tables."""
 
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store = store
@@ -55,18 +55,21 @@ class Access:
         if not self._settings.authenticate:
             owner = FIRST_OWNER
         else:
-            found = self._owner(headers.get("authorization", ""))
+            found = self._owner(headers.get("authorization", ""), address)
             if found is None:
-                if not self._failures.admit(address):
-                    raise Problem(429, "Too many wrong keys: try again in a minute", retry_after=60)
-                raise Problem(401, "Not Authorized")
+                raise self._refused(address)
             owner = found
         if not self._requests.admit(owner):
             limit = self._settings.requests_per_minute
             raise Problem(429, f"Too many requests: at most {limit:,} a minute are allowed", retry_after=60)
         return owner
 
-    def _owner(self, authorization: str) -> str | None:
+    def _refused(self, address: str) -> Problem:
+        if not self._failures.admit(address):
+            return Problem(429, "Too many wrong keys: try again in a minute", retry_after=60)
+        return Problem(401, "Not Authorized")
+
+    def _owner(self, authorization: str, address: str) -> str | None:
         scheme, _, given = authorization.partition(" ")
         given = given.strip()
         match scheme.lower():
@@ -75,21 +78,30 @@ class Access:
                     user, _, key = base64.b64decode(given, validate=True).decode().partition(":")
                 except (binascii.Error, ValueError):
                     return None
-                return self._of_key(key) if user == "apikey" else None
+                return self._of_key(key, address) if user == "apikey" else None
             case "bearer":
-                return self._of_key(given) if given.startswith("tk-") else self._of_token(given)
+                return self._of_key(given, address) if given.startswith("tk-") else self._of_token(given, address)
         return None
 
-    def _key(self, key: str) -> dict[str, Any] | None:
+    def _record(self, key_id: str, address: str) -> dict[str, Any] | None:
+        record = self._keys.get(key_id)
+        # an address that guesses is not let through to the tables
+        if record is None and key_id.isalnum() and not self._failures.is_used_up(address):
+            record = self._store.key(key_id)
+            if record is not None:
+                self._keys[key_id] = record
+        return record
+
+    def _key(self, key: str, address: str) -> dict[str, Any] | None:
         prefix, _, rest = key.partition("-")
         key_id, _, secret = rest.partition("-")
-        record = self._keys.get(key_id)
+        record = self._record(key_id, address)
         expected = record["digest"] if record is not None else _digest("")
         same = hmac.compare_digest(_digest(secret), expected)
         return record if same and prefix == "tk" else None
 
-    def _of_key(self, key: str) -> str | None:
-        record = self._key(key)
+    def _of_key(self, key: str, address: str) -> str | None:
+        record = self._key(key, address)
         return record["owner"] if record is not None else None
 
     # ---- tokens, as IBM's identity service gives them ---------------------------------------------------------------
@@ -97,11 +109,9 @@ class Access:
     def token(self, key: str, address: str) -> dict[str, Any]:
         """What the token endpoint answers for a key: a signed JSON web token that stands for it for an hour."""
         if self._settings.authenticate:
-            record = self._key(key)
+            record = self._key(key, address)
             if record is None:
-                if not self._failures.admit(address):
-                    raise Problem(429, "Too many wrong keys: try again in a minute", retry_after=60)
-                raise Problem(401, "Not Authorized")
+                raise self._refused(address)
             subject = record["id"]
         else:
             subject = FIRST_OWNER
@@ -122,12 +132,12 @@ class Access:
     def _signature(self, signed: str) -> str:
         return _base64(hmac.digest(self._secret, signed.encode(), "sha256"))
 
-    def _of_token(self, token: str) -> str | None:
+    def _of_token(self, token: str, address: str) -> str | None:
         signed, _, signature = token.rpartition(".")
         if not hmac.compare_digest(self._signature(signed).encode(), signature.encode()):
             return None
         claims = json.loads(base64.urlsafe_b64decode(signed.partition(".")[2] + "=="))
-        record = self._keys.get(claims["sub"])
+        record = self._record(claims["sub"], address)
         return record["owner"] if record is not None and claims["exp"] > time.time() else None
 
 
@@ -152,6 +162,12 @@ class Rate:
                     self._counts.pop(self._order.popleft(), None)
             self._counts[name] = began, count + 1
         return count < self._limit
+
+    def is_used_up(self, name: str) -> bool:
+        """Whether the next event would not be admitted."""
+        with self._lock:
+            began, count = self._counts.get(name, (0.0, 0))
+        return count >= self._limit and time.monotonic() - began < _WINDOW_SECONDS
 
 
 def _digest(secret: str) -> str:

@@ -9,8 +9,9 @@ import json
 import re
 import secrets
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Lock
@@ -24,20 +25,24 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tether.execution.checkpoint import replacing
 from tether.service.access import Access
-from tether.service.body import read_body, read_json, read_parts
+from tether.service.body import Spool, contents, read_body, read_file, read_json, read_parts
 from tether.service.jobs import Jobs
 from tether.service.model import Model
 from tether.service.problems import Problem, not_found
 from tether.service.settings import LANGUAGES, Settings
 from tether.service.store import AVAILABLE, FAILED, TRAINING, Store
 from tether.service.table import Table, read_table
-from tether.service.training import RESULT, RUN
+from tether.service.training import DATA, RESULT, RUN
+from tether.tasks.text import CLASSIFIER
 
 _PREFIX = re.compile(
     r"^((?:/natural-language-classifier/api)?(?:/instances/[^/]+)?(?:/natural-language-classifier/api)?)(/(?:v1|identity)/.*)$"
 )
-_LOOPBACK = ("localhost", "127.0.0.1", "[::1]", "::1")
+_LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+#: how long, and in bytes how much, is still taken of the body of a request that is refused
+_DRAIN_SECONDS, _DRAIN_BYTES = 10.0, 2**27
 _PAGE = Path(__file__).parent / "page"
 _SECURITY = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -59,6 +64,23 @@ class Door:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         transaction = secrets.token_hex(16)
+        headers = dict(scope["headers"])
+        body_ended = headers.get(b"content-length", b"0") == b"0" and b"transfer-encoding" not in headers
+
+        async def take() -> Message:
+            nonlocal body_ended
+            message = await receive()
+            body_ended = body_ended or not message.get("more_body", False)
+            return message
+
+        async def drain() -> None:
+            """A client that is still sending would see its connection reset instead of the answer."""
+            taken = 0
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_DRAIN_SECONDS):
+                    while not body_ended and taken < _DRAIN_BYTES:
+                        taken += len((await take()).get("body", b""))
+
         scope["prefix"] = ""
         if (found := _PREFIX.match(scope["path"])) is not None:
             scope["prefix"] = found[1]
@@ -67,6 +89,7 @@ class Door:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
+                await drain()
                 message["headers"] = [
                     *message["headers"],
                     *((name.lower().encode(), value.encode()) for name, value in _SECURITY.items()),
@@ -77,13 +100,13 @@ class Door:
         try:
             self._check_site(Request(scope))
         except Problem as problem:
-            return await _answer_problem(problem)(scope, receive, answer)
-        await self._app(scope, receive, answer)
+            return await _answer_problem(problem)(scope, take, answer)
+        await self._app(scope, take, answer)
 
     def _check_site(self, request: Request) -> None:
         """Another site's page must not act here with the rights of whoever looks at it."""
         host = request.headers.get("host", "")
-        if not self._settings.authenticate and host.rpartition(":")[0 if ":" in host else 2] not in _LOOPBACK:
+        if not self._settings.authenticate and re.sub(r":\d+$", "", host) not in _LOOPBACK:
             raise Problem(403, "Without keys the service answers only to a local name, such as localhost")
         origin = request.headers.get("origin")
         if origin is not None and urlsplit(origin).netloc != host:
@@ -95,24 +118,34 @@ class Door:
 class Models:
     """The classifiers that answered most recently, in memory."""
 
-    def __init__(self, jobs: Jobs, loaded_max: int) -> None:
+    def __init__(self, jobs: Jobs, bytes_max: int) -> None:
         self._jobs = jobs
-        self._max = loaded_max
-        self._lock = Lock()
+        self._bytes_max = bytes_max
+        self._lock, self._loading = Lock(), Lock()
         self._loaded: OrderedDict[str, Model] = OrderedDict()
 
     def get(self, classifier_id: str) -> Model:
-        with self._lock:
-            model = self._loaded.get(classifier_id)
+        model = self._find(classifier_id)
+        if model is not None:
+            return model
+        with self._loading:  # one at a time, and each only once
+            model = self._find(classifier_id)
             if model is not None:
-                self._loaded.move_to_end(classifier_id)
                 return model
-        model = Model(self._jobs.folder(classifier_id) / RUN)
-        with self._lock:
-            self._loaded[classifier_id] = model
-            while len(self._loaded) > self._max:
-                self._loaded.popitem(last=False)
+            model = Model(self._jobs.folder(classifier_id) / RUN)
+            with self._lock:
+                self._loaded[classifier_id] = model
+                while (
+                    len(self._loaded) > 1 and sum(one.memory_bytes for one in self._loaded.values()) > self._bytes_max
+                ):
+                    self._loaded.popitem(last=False)
         return model
+
+    def _find(self, classifier_id: str) -> Model | None:
+        with self._lock:
+            if classifier_id in self._loaded:
+                self._loaded.move_to_end(classifier_id)
+            return self._loaded.get(classifier_id)
 
     def drop(self, classifier_id: str) -> None:
         with self._lock:
@@ -125,7 +158,9 @@ def _answer_problem(problem: Problem) -> JSONResponse:
 
 def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> ASGIApp:
     """The application of one service."""
-    models = Models(jobs, settings.loaded_max)
+    models = Models(jobs, settings.loaded_bytes_max)
+    checks = asyncio.Semaphore(settings.checks_at_once)
+    streams: Counter[str] = Counter()
     app = FastAPI(title="Tether", version="1", docs_url=None, redoc_url=None)
     any_error: dict[int | str, dict[str, Any]] = {"default": {"description": "an error: code, error and description"}}
 
@@ -188,18 +223,19 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
     async def create(request: Request) -> dict[str, Any]:
         """Train a classifier from `training_metadata` (JSON) and `training_data` (CSV)."""
         owner = caller(request)
-        parts = await read_parts(request, settings.body_bytes_max)
+        parts = await read_parts(request, settings.body_bytes_max, settings.body_seconds_max)
 
         def store_it() -> dict[str, Any]:
             name, language = _metadata(parts.get("training_metadata"))
             if "training_data" not in parts:
                 raise Problem(400, "Missing data: send the part training_data with the rows as CSV")
-            table = read_table(bytes(parts["training_data"]), settings)
+            data = contents(parts["training_data"])
+            table = read_table(data, settings)
             table.check()
             classifier_id = f"{secrets.token_hex(5)}-nlc-{secrets.randbelow(10_000):04d}"
             limits = settings.classifiers_max, settings.queue_max, settings.storage_bytes_max
             try:
-                jobs.prepare(classifier_id, parts["training_data"], table.rows)
+                jobs.prepare(classifier_id, data, table.rows)
                 row = store.add(
                     owner,
                     classifier_id,
@@ -208,7 +244,7 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
                     language=language,
                     row_count=len(table.rows),
                     class_count=len(table.classes),
-                    bytes=len(parts["training_data"]),
+                    bytes=len(data),
                 )
             except BaseException:
                 jobs.remove(classifier_id)
@@ -217,7 +253,8 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
             store.count(owner, "create")
             return row
 
-        return shown(request, await run_in_threadpool(store_it))
+        async with checks:
+            return shown(request, await run_in_threadpool(store_it))
 
     @get("/v1/classifiers")
     def listed(request: Request) -> dict[str, Any]:
@@ -297,8 +334,9 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
     async def validate(request: Request) -> dict[str, Any]:
         """Check a CSV without training: every mistake with line and column, duplicates, rows of each class."""
         caller(request)
-        data = await read_body(request, settings.body_bytes_max)
-        return _report(await run_in_threadpool(read_table, bytes(data), settings))
+        file = await read_file(request, settings.body_bytes_max, settings.body_seconds_max)
+        async with checks:
+            return _report(await run_in_threadpool(lambda: read_table(contents(file), settings)))
 
     @get("/api/classifiers")
     def all_classifiers(request: Request) -> dict[str, Any]:
@@ -320,7 +358,19 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
     async def events(request: Request, classifier_id: str) -> Response:
         """Server-sent events: `progress` for each evaluation, `status` at each change, until training has ended."""
         row = await run_in_threadpool(owned, request, classifier_id)
-        return StreamingResponse(_events(row["owner"], row["id"], store, jobs), media_type="text/event-stream")
+        owner = row["owner"]
+        if streams[owner] >= settings.streams_max:
+            raise Problem(429, f"Too many event streams: at most {settings.streams_max} are allowed", retry_after=5)
+
+        async def counted() -> AsyncIterator[str]:
+            streams[owner] += 1
+            try:
+                async for event in _events(owner, row["id"], store, jobs):
+                    yield event
+            finally:
+                streams[owner] -= 1
+
+        return StreamingResponse(counted(), media_type="text/event-stream")
 
     @post("/api/classifiers/{classifier_id}/cancel", "")
     def cancel(request: Request, classifier_id: str) -> dict[str, Any]:
@@ -386,21 +436,23 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
     def data(request: Request, classifier_id: str) -> Response:
         """The CSV as it was uploaded."""
         row = owned(request, classifier_id)
-        return FileResponse(jobs.folder(row["id"]) / "data.csv", media_type="text/csv", filename=f"{row['id']}.csv")
+        return FileResponse(jobs.folder(row["id"]) / DATA, media_type="text/csv", filename=f"{row['id']}.csv")
 
-    @get("/api/classifiers/{classifier_id}/model", response_class=Response)
+    @get("/api/classifiers/{classifier_id}/model", response_class=FileResponse)
     def model(request: Request, classifier_id: str) -> Response:
         """The model as a zip of safetensors and JSON; unzipped, `tether classify FOLDER TEXT` uses it."""
         row = owned(request, classifier_id)
         if row["status"] != AVAILABLE:
             raise Problem(409, "There is a model once the classifier is available")
-        return _attachment(_zipped(jobs.folder(row["id"]) / RUN, row["id"]), "application/zip", f"{row['id']}.zip")
+        about = {name: row[name] for name in ("name", "version", "language", "created", "figures")}
+        file = _zipped(jobs.folder(row["id"]), row["id"], {"classifier_id": row["id"], **about})
+        return FileResponse(file, media_type="application/zip", filename=f"{row['id']}.zip")
 
     @post("/api/classifiers/{classifier_id}/classify_batch")
     async def classify_batch(request: Request, classifier_id: str) -> dict[str, Any]:
         """As classify_collection, with up to 1,000 texts."""
         owner = caller(request)
-        texts = _collection(await read_json(request, settings.body_bytes_max), settings, settings.batch_max)
+        texts = _collection(await read_json(request, settings.batch_bytes_max), settings, settings.batch_max)
         _, found = await run_in_threadpool(answer, owner, classifier_id, texts)
         return {"collection": found}
 
@@ -409,7 +461,7 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
         """Have the version `{"classifier_id"}` answer under a name: forward or back."""
         owner = caller(request)
         body = await read_json(request, settings.json_bytes_max)
-        if not isinstance(body, dict) or not isinstance(body.get("classifier_id"), str):
+        if not isinstance(body, dict) or not _is_unicode(body.get("classifier_id")):
             raise Problem(400, "Expected classifier_id")
         await run_in_threadpool(store.choose, owner, name, body["classifier_id"])
         return {"name": name, "classifier_id": body["classifier_id"]}
@@ -426,7 +478,7 @@ def make_app(settings: Settings, store: Store, access: Access, jobs: Jobs) -> AS
         owner = caller(request)
         body = await read_json(request, settings.json_bytes_max)
         name = body.get("name", "") if isinstance(body, dict) else None
-        if not isinstance(name, str) or len(name) > 100 or "\0" in name:
+        if not isinstance(name, str) or len(name) > 100 or "\0" in name or not _is_unicode(name):
             raise Problem(400, "name must be a text of at most 100 characters")
         if len(store.keys(owner)) >= 100:
             raise Problem(400, "There are 100 keys: revoke one first")
@@ -489,12 +541,12 @@ async def _events(owner: str, classifier_id: str, store: Store, jobs: Jobs) -> A
         await asyncio.sleep(0.25)
 
 
-def _metadata(part: bytearray | None) -> tuple[str, str]:
+def _metadata(part: Spool | None) -> tuple[str, str]:
     """Name and language; some clients wrap their JSON in an object with `data`."""
     if part is None:
         raise Problem(400, "Missing metadata: send the part training_metadata")
     try:
-        found = json.loads(part.decode("utf-8-sig"))
+        found = json.loads(contents(part).decode("utf-8-sig"))
         if isinstance(found, dict) and isinstance(found.get("data"), str) and "language" not in found:
             found = json.loads(found["data"])
     except (ValueError, RecursionError):
@@ -514,9 +566,14 @@ def _text(text: Any, settings: Settings) -> str:
         raise Problem(400, "Missing text: expected a text that is not empty")
     if len(text) > settings.query_characters_max:
         raise Problem(400, f"Phrase too long: {len(text):,} characters; at most {settings.query_characters_max:,}")
-    if any("\ud800" <= character <= "\udfff" for character in text):
+    if not _is_unicode(text):
         raise Problem(400, "The text has half of a surrogate pair, which is not Unicode")
     return text
+
+
+def _is_unicode(text: Any) -> bool:
+    """Whether it is a text without halves of surrogate pairs, which JSON can have."""
+    return isinstance(text, str) and not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _collection(body: Any, settings: Settings, count_max: int) -> list[str]:
@@ -557,14 +614,11 @@ def _attachment(content: bytes, kind: str, name: str) -> Response:
     return Response(content, media_type=kind, headers={"Content-Disposition": f'attachment; filename="{name}"'})
 
 
-def _zipped(run_dir: Path, name: str) -> bytes:
-    """What of a run is needed to classify."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
-        for file in sorted(run_dir.rglob("*")):
-            relative = file.relative_to(run_dir)
-            if file.is_file() and (
-                str(relative) in ("run.json", "best.safetensors") or relative.parts[0] in ("task", "checkpoints")
-            ):
-                archive.write(file, f"{name}/{relative}")
-    return made.getvalue()
+def _zipped(folder: Path, name: str, about: dict[str, Any]) -> Path:
+    """What is needed to classify, packed once; a model never changes."""
+    packed = folder / "model.zip"
+    if not packed.exists():
+        with replacing(packed) as made, zipfile.ZipFile(made, "w", zipfile.ZIP_STORED) as archive:
+            archive.write(folder / RUN / "task" / CLASSIFIER, f"{name}/{CLASSIFIER}")
+            archive.writestr(f"{name}/about.json", json.dumps(about, indent=2))
+    return packed

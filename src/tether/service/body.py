@@ -6,9 +6,11 @@ length. So the parts are told apart by their names alone, and never by what a cl
 
 from __future__ import annotations
 
+import asyncio
 import json
 import zlib
 from collections.abc import AsyncIterator
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 from python_multipart.exceptions import MultipartParseError
@@ -19,6 +21,10 @@ from tether.service.problems import Problem
 
 _PARTS_MAX = 8
 _HEADER_BYTES_MAX = 8_192
+#: larger parts go to a file
+_MEMORY_BYTES_MAX = 2**20
+
+Spool = SpooledTemporaryFile[bytes]
 
 
 async def read_body(request: Request, bytes_max: int) -> bytearray:
@@ -42,7 +48,29 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(name)
 
 
-async def read_parts(request: Request, bytes_max: int) -> dict[str, bytearray]:
+async def read_file(request: Request, bytes_max: int, seconds_max: float) -> Spool:
+    """The whole body, in a file if it is large."""
+    file = _spool()
+    try:
+        async with asyncio.timeout(seconds_max):
+            async for chunk in _inflated(request, bytes_max):
+                file.write(chunk)
+    except TimeoutError:
+        raise _too_slow(seconds_max) from None
+    return file
+
+
+def contents(file: Spool) -> bytes:
+    """All that is in a file."""
+    file.seek(0)
+    return file.read()
+
+
+def _spool() -> Spool:
+    return SpooledTemporaryFile(_MEMORY_BYTES_MAX)
+
+
+async def read_parts(request: Request, bytes_max: int, seconds_max: float) -> dict[str, Spool]:
     """The parts of a multipart body by name."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
@@ -51,9 +79,12 @@ async def read_parts(request: Request, bytes_max: int) -> dict[str, bytearray]:
     parts = _Parts()
     try:
         parser = MultipartParser(boundary, parts.callbacks())  # type: ignore[arg-type]
-        async for chunk in _inflated(request, bytes_max):
-            parser.write(chunk)
+        async with asyncio.timeout(seconds_max):
+            async for chunk in _inflated(request, bytes_max):
+                parser.write(chunk)
         parser.finalize()
+    except TimeoutError:
+        raise _too_slow(seconds_max) from None
     except MultipartParseError as error:
         raise Problem(400, f"The multipart body is malformed: {error}") from None
     if not parts.ended:
@@ -65,12 +96,12 @@ class _Parts:
     """Collects the parts that a parser finds."""
 
     def __init__(self) -> None:
-        self.found: dict[str, bytearray] = {}
+        self.found: dict[str, Spool] = {}
         self.ended = False
         self._field = bytearray()
         self._value = bytearray()
         self._headers: dict[bytes, bytes] = {}
-        self._data = bytearray()
+        self._data: Spool | None = None
 
     def callbacks(self) -> dict[str, Any]:
         return {
@@ -111,10 +142,11 @@ class _Parts:
             raise Problem(
                 400, f"The multipart body has {'two parts' if name else 'a part without a name'} {name}".strip()
             )
-        self._data = self.found[name] = bytearray()
+        self._data = self.found[name] = _spool()
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
-        self._data += data[start:end]
+        assert self._data is not None
+        self._data.write(data[start:end])
 
     def _on_end(self) -> None:
         self.ended = True
@@ -148,6 +180,10 @@ async def _inflated(request: Request, bytes_max: int) -> AsyncIterator[bytes]:
         raise Problem(400, "The body ended early") from None
     if inflate is not None and not inflate.eof:
         raise Problem(400, "The gzip body ended early")
+
+
+def _too_slow(seconds_max: float) -> Problem:
+    return Problem(408, f"The body did not arrive within {seconds_max:g} seconds")
 
 
 def _too_large(bytes_max: int) -> Problem:

@@ -66,7 +66,10 @@ class Database:
             return self._run(statement, values)
 
     def _run(self, statement: str, values: Sequence[Any]) -> list[dict[str, Any]]:
-        cursor = self._connection().execute(statement.replace("?", "%s") if self._url else statement, values)
+        if self._url:  # PostgreSQL has no NUL in its texts, so nothing with one is found
+            statement = statement.replace("?", "%s")
+            values = [value.replace("\0", "\ufffd") if isinstance(value, str) else value for value in values]
+        cursor = self._connection().execute(statement, values)
         return [dict(row) for row in cursor.fetchall()] if cursor.description else []
 
     @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from tether.service.settings import Settings
 from tether.service.store import AVAILABLE, FAILED, Store
 from tether.service.table import Row
-from tether.service.training import PROGRESS, RESULT, STOP, write_rows
+from tether.service.training import DATA, PROGRESS, RESULT, STOP, write_rows
 
 #: a training that does not end by itself when its time is up is killed after this much more
 _GRACE_SECONDS = 120.0
@@ -56,7 +56,7 @@ class Jobs:
         """Write the files of a job, before it is acknowledged."""
         folder = self.folder(classifier_id)
         folder.mkdir()
-        with (folder / "data.csv").open("wb") as file:
+        with (folder / DATA).open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -145,11 +145,6 @@ class Jobs:
         try:
             # a result without an end in the tables: the service was killed between the two
             if not (folder / RESULT).exists():
-                attempts = self._store.attempt(classifier_id)
-                if not attempts or attempts > settings.attempts_max:
-                    why = f"The training ended {settings.attempts_max} times without a result"
-                    self._store.finish(classifier_id, FAILED, why, {})
-                    return
                 (folder / STOP).unlink(missing_ok=True)
                 job = {
                     "folder": str(folder),
@@ -179,8 +174,12 @@ class Jobs:
                 self._store.finish(classifier_id, result["status"], result["description"], kept if available else {})
                 if not available:
                     (folder / RESULT).unlink()
-            else:
-                again = True  # it was killed, or crashed
+            else:  # it was killed, or crashed; how often the service itself was killed does not count
+                crashes = self._store.count_crash(classifier_id)
+                again = 0 < crashes < settings.crashes_max
+                if crashes >= settings.crashes_max:
+                    why = f"The training ended {crashes} times without a result"
+                    self._store.finish(classifier_id, FAILED, why, {})
         finally:
             _kill(process)
             process.wait()

@@ -10,7 +10,7 @@ from tether.tasks.text import Classifier, Text
 
 def make_task(train: Path, test: Path) -> Text:
     """What is trained for an upload; nothing is asked of the owner."""
-    return Text(data=train, test=test, header=False)
+    return Text(data=train, test=test, header=False, multilabel=True)
 
 
 class Model:
@@ -19,6 +19,7 @@ class Model:
     def __init__(self, run_dir: Path) -> None:
         self._classifier = Classifier.load(run_dir)
         self.labels = self._classifier.labels
+        self.memory_bytes = self._classifier.memory_bytes
 
     def classify(self, texts: Sequence[str], top: int = 10) -> list[list[tuple[str, float]]]:
         """For each text the `top` most likely classes with their probabilities, descending."""

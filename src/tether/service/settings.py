@@ -38,15 +38,22 @@ class Settings:
     class_characters_max: int = 1_024
     query_characters_max: int = 2_048
     collection_max: int = 30
-    #: of texts in one call of the service's own batch classification
+    #: texts in one call of the service's own batch classification, and bytes of its body
     batch_max: int = 1_000
+    batch_bytes_max: int = 16 * 2**20
     requests_per_minute: int = 60_000
     #: wrong keys from one address in a minute; more are answered with 429
     failures_per_minute: int = 30
     training_seconds_max: float = 3_600.0
     training_bytes_max: int = 8 * 2**30
-    #: starts of one training, the service's own restarts included
-    attempts_max: int = 3
+    #: a training that has ended this often without a result has failed
+    crashes_max: int = 3
     token_seconds: int = 3_600
-    #: classifiers that are held in memory
-    loaded_max: int = 32
+    #: of the classifiers that are held in memory
+    loaded_bytes_max: int = 2 * 2**30
+    #: uploads that are read and checked at the same time; others wait
+    checks_at_once: int = 2
+    #: for a client to send the whole of a body
+    body_seconds_max: float = 600.0
+    #: event streams of one owner at the same time
+    streams_max: int = 100

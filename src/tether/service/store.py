@@ -78,6 +78,11 @@ class Store:
             return self._database.query("SELECT * FROM keys ORDER BY created, id")
         return self._database.query("SELECT * FROM keys WHERE owner = ? ORDER BY created, id", owner)
 
+    def key(self, key_id: str) -> dict[str, Any] | None:
+        """A key of any owner."""
+        found = self._database.query("SELECT * FROM keys WHERE id = ?", key_id)
+        return found[0] if found else None
+
     def remove_key(self, owner: str, key_id: str) -> None:
         with self._database.transaction():
             found = self._database.query("DELETE FROM keys WHERE owner = ? AND id = ? RETURNING id", owner, key_id)
@@ -153,8 +158,8 @@ class Store:
     def ids(self) -> set[str]:
         return {row["id"] for row in self._database.query("SELECT id FROM classifiers")}
 
-    def attempt(self, classifier_id: str) -> int:
-        """Count that a training begins; how often it has begun, 0 if the classifier is gone."""
+    def count_crash(self, classifier_id: str) -> int:
+        """Count that a training ended without a result; how often it did, 0 if the classifier is gone."""
         with self._database.transaction():
             found = self._database.query(
                 "UPDATE classifiers SET attempts = attempts + 1 WHERE id = ? AND status = ? RETURNING attempts",

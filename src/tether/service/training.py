@@ -3,7 +3,7 @@
 The job is a line of JSON on standard input, which stays open: when it closes, the service is gone, and this process
 ends too. Everything else is files in the classifier's folder, which are complete or not there:
 
-train.csv, test.csv   the rows to train on and those held out, one line for each class of a row
+train.csv, test.csv   the rows to train on and those held out
 run/                  the run directory
 progress.jsonl        an evaluation a line
 stop                  its presence asks for an end with the best model so far
@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from tether.service.model import Model, make_task
 from tether.service.table import Row
 from tether.task import Callback
 
-TRAIN, TEST, ROWS, RUN, PROGRESS, STOP, RESULT = (
+DATA, TRAIN, TEST, ROWS, RUN, PROGRESS, STOP, RESULT = (
+    "data.csv",
     "train.csv",
     "test.csv",
     "rows.json",
@@ -56,13 +58,17 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
     train, held_out = split(rows)
     for name, part in ((TRAIN, train), (TEST, held_out or train)):
         with (folder / name).open("w", encoding="utf-8", newline="") as file:
-            csv.writer(file).writerows((row.text, label) for row in part for label in row.classes)
+            csv.writer(file).writerows((row.text, *row.classes) for row in part)
             file.flush()
             os.fsync(file.fileno())
     with (folder / ROWS).open("w", encoding="utf-8") as file:
         json.dump([[row.line, row.text, row.classes] for row in held_out], file)
         file.flush()
         os.fsync(file.fileno())
+    for place in (folder, folder.parent):  # the names of the files, too
+        descriptor = os.open(place, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
@@ -146,9 +152,10 @@ def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
         return "time is up" if time.monotonic() - began > seconds_max else None
 
     task = make_task(folder / TRAIN, folder / TEST)
+    task.on_linear = lambda _: progress.write(phase="linear")
     progress.samples_max = float(task.epochs * len(task.train_data()))
     run_dir = folder / RUN
-    result = _resumed(run_dir, task, progress) if (run_dir / "checkpoints").is_dir() else None
+    result = _resumed(run_dir, task, progress, stop) if (run_dir / "checkpoints").is_dir() else None
     if result is None:
         shutil.rmtree(run_dir, ignore_errors=True)
         result = api.run(task, workers=workers, run_dir=run_dir, callbacks=[progress], stop=stop, trace=False)
@@ -166,10 +173,10 @@ def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
     }
 
 
-def _resumed(run_dir: Path, task: Any, progress: Callback) -> Any:
+def _resumed(run_dir: Path, task: Any, progress: Callback, stop: Callable[[], str | None]) -> Any:
     """The result of a run that was interrupted, continued; None if it must begin anew."""
     try:
-        return api.resume(run_dir, task, callbacks=[progress])
+        return api.resume(run_dir, task, callbacks=[progress], stop=stop)
     except UsageError:
         return None
 
@@ -229,6 +236,8 @@ def write_json(file: Path, content: Any) -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the service decides when its trainings end
     os.nice(_NICENESS)  # answers go first
+    with suppress(OSError):  # where memory is short, the service stays
+        Path("/proc/self/oom_score_adj").write_text("1000")
     line = sys.stdin.readline()
     if not line:
         return

@@ -33,7 +33,7 @@ async function begin() {
   if (authenticate && !key) { $("sign-in").hidden = false; $("key").focus(); return; }
   await list();
   $("sign-in").hidden = true; $("work").hidden = false;
-  await keys();
+  await keys(); await usage();
 }
 $("key-form").onsubmit = (event) => { event.preventDefault(); key = $("key").value.trim(); guard(async () => { await begin(); sessionStorage.setItem("key", key); }); };
 
@@ -101,8 +101,9 @@ async function list() {
 
 // ---- one classifier
 async function open(id) {
-  chosen = id; figures = null;
+  chosen = id; figures = null; $("results").hidden = true;
   if (stream) stream.abort();
+  for (const curve of ["loss-curve", "accuracy-curve"]) if (window.Plotly) Plotly.purge($(curve));
   const one = await json("GET", at());
   $("detail").hidden = false; $("results").hidden = true; $("wrong").replaceChildren(); $("answer").replaceChildren();
   $("detail-title").textContent = `${one.name || id}, version ${one.version}`;
@@ -182,6 +183,7 @@ async function mistakes(actual, found) {
   $("wrong").replaceChildren(make("h3", `${actual} answered as ${found}`), table(["Line", "Text", "Confidence"], rows.map((row) => [row.line, row.text, percent(row.confidence)])));
 }
 function threshold() {
+  if (!figures) return;
   const limit = Number($("threshold").value), kept = figures.confidences.filter(([confidence]) => confidence >= limit), right = kept.filter(([, is]) => is).length;
   $("threshold-value").textContent = limit.toFixed(2);
   $("threshold-text").textContent = figures.confidences.length ? `${kept.length} of ${figures.confidences.length} held-out rows are answered (${percent(kept.length / figures.confidences.length)}); ${kept.length ? percent(right / kept.length) : "none"} of the answers are right.` : "No rows were held out.";
@@ -218,4 +220,9 @@ $("new-key").onsubmit = (event) => { event.preventDefault(); guard(async () => {
   const made = await json("POST", "/api/keys", { name: $("key-name").value });
   $("shown-key").replaceChildren("Copy it now, it is not shown again: ", make("code", made.key)); $("key-name").value = ""; await keys();
 }); };
+async function usage() {
+  const found = (await json("GET", "/api/usage")).usage, what = { create: "trainings", classify: "texts classified" };
+  $("usage").replaceChildren(found.length ? table(["Day", "What", "Number"], found.map((one) => [one.day, what[one.kind] || one.kind, one.count])) : make("p", "Nothing yet.", { class: "hint" }));
+}
+$("usage-refresh").onclick = () => guard(usage);
 guard(begin);

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tether.errors import Damaged, UsageError
 from tether.tasks.networks import TextCnn
-from tether.tasks.text.features import Features, Floats, tokens
-from tether.tasks.text.linear import scores
+from tether.tasks.text.features import Features, tokens
+from tether.tasks.text.linear import Weights, scores
 from tether.tasks.text.mixture import Mixture
 
 #: the file that has all of a classifier
@@ -40,7 +40,7 @@ class Classifier:
         self,
         labels: Sequence[str],
         features: Features,
-        weights: Floats,
+        weights: Weights,
         mixture: Mixture,
         network: tuple[TextCnn, Mapping[str, int], int] | None = None,
     ) -> None:
@@ -52,6 +52,13 @@ class Classifier:
     def multilabel(self) -> bool:
         """Whether a text may have several labels; each then has a probability by itself."""
         return self._mixture.multilabel
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the arrays take in memory."""
+        network = self._network[0].state_dict().values() if self._network is not None else ()
+        linear = self._features.hashes.nbytes + self._features.weights.nbytes + self._weights.nbytes
+        return linear + sum(int(value.nbytes) for value in network)
 
     @property
     def stage(self) -> str:
@@ -93,7 +100,8 @@ class Classifier:
             tensors = load(data)
             settings = json.loads(tensors["settings"].tobytes())
             features = Features(tensors["linear.hashes"].view(np.uint64), tensors["linear.frequencies"])
-            weights, mixture = tensors["linear.weights"].astype(np.float32), Mixture(**settings["mixture"])
+            # they stay in half precision: with many labels they are most of the memory
+            weights, mixture = tensors["linear.weights"], Mixture(**settings["mixture"])
             network = None
             if "words" in settings:
                 state = {

@@ -14,9 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tether.tasks.text.features import Floats, Integers, Matrix
 
+#: of a fitted model; half precision is enough to answer
+Weights = NDArray[np.float32] | NDArray[np.float16]
 #: sweeps at most, and the mean change of a row's dual variables below which they end
 _SWEEPS, _TOLERANCE = 20, 0.02
 #: the weight of the loss with several classes, and with two
@@ -82,13 +85,14 @@ class Linear:
         return self.weights * self.scale[:, None]
 
 
-def scores(matrix: Matrix, weights: Floats) -> Floats:
+def scores(matrix: Matrix, weights: Weights) -> Floats:
     """The score of every row for each class; for two classes, the score of the second and its negative."""
     found = np.empty((len(matrix), weights.shape[1]), np.float32)
     bounds = matrix.starts.tolist()
     for row in range(len(matrix)):
         start, stop = bounds[row], bounds[row + 1]
-        found[row] = matrix.values[start:stop] @ weights.take(matrix.columns[start:stop], 0)
+        own = weights.take(matrix.columns[start:stop], 0).astype(np.float32, copy=False)
+        found[row] = matrix.values[start:stop] @ own
     return np.hstack((-found, found)) if weights.shape[1] == 1 else found
 
 
