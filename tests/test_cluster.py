@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +19,7 @@ import pytest
 import tether
 from tether.errors import UsageError
 from tether.runtimes.cluster import make_key, parse_address, read_key
+from tether.testing.hosts import Host, hosts
 
 TASK = """
 import torch
@@ -41,9 +47,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the program in a directory of its own; all are killed at the end."""
     started = []
 
-    def run(*words: str, below: str = "") -> subprocess.Popen[str]:
+    def run(*words: str, below: str = "", on: Host | None = None) -> subprocess.Popen[str]:
         directory = tmp_path / below
-        command = [sys.executable, "-m", "tether", *words]
+        command = [*(on.words if on else ()), sys.executable, "-m", "tether", *words]
         started.append(subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -139,3 +145,36 @@ def test_what_is_not_an_address_is_refused(text: str) -> None:
 def test_a_cluster_listens_at_an_address_that_workers_can_reach() -> None:
     with pytest.raises(UsageError, match=r"not at 0\.0\.0\.0"):
         tether.Cluster("0.0.0.0:7000", "key")
+
+
+# ---- hosts of their own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="emulated hosts need root and the programs ip and tc: apt-get install iproute2",
+)
+def test_a_new_user_types_the_document_into_three_hosts_and_has_a_trained_model(start: Start, tmp_path: Path) -> None:
+    """The addresses of emulated hosts are those of the document. They share a disk, so each has a folder of its own."""
+    document = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+    make, copy, train, work = re.findall(r"^ {3}((?:tether|scp) .*)$", document, re.MULTILINE)[:4]
+    with hosts(3, "100mbit") as places:
+        for host in places:
+            (tmp_path / host.address).mkdir()
+
+        def type_in(host: Host, line: str) -> subprocess.Popen[str]:
+            return start(*shlex.split(line)[1:], below=host.address, on=host)
+
+        assert type_in(places[0], make).wait(60) == 0
+        _, _, key, _ = shlex.split(copy)
+        for host in places[1:]:
+            shutil.copy2(tmp_path / places[0].address / key, tmp_path / host.address)
+        driver = type_in(places[0], train)
+        workers = [type_in(host, work) for host in places]
+        assert [worker.wait(120) for worker in workers] == [0, 0, 0]
+        driver.communicate(timeout=60)
+        assert driver.returncode == 0
+        (run,) = (tmp_path / places[0].address / "runs").iterdir()
+        result = json.loads((run / "run.json").read_text())["result"]
+        assert result["metrics"]["error"] < 0.06
+        assert places[1].bytes_sent_and_received()[0] > 100_000, "the model's changes go over its link"

@@ -328,8 +328,8 @@ def run_worker(
         try:
             greeting = WorkerGreeting(WIRE_VERSION, str(torch.__version__), inbox.address, accept_code)
             answer = _greet(connection, keys, greeting)
-            leaving = _Leaving(connection, directory)
             watched = at_the_end.enter_context(Lifeline(connection, directory))
+            leaving = _Leaving(connection, directory, watched)
             if not inbox.socket.poll(round(GREETING_SECONDS * 1000)):
                 raise RunError(f"the driver has not sent its plan within {GREETING_SECONDS:g} s")
             _, setup = inbox.receive()
@@ -376,9 +376,10 @@ def _greet(connection: socket.socket, keys: Keys, greeting: WorkerGreeting) -> A
 class _Leaving:
     """Tells the driver why this worker leaves; SIGTERM and Ctrl-C make it leave."""
 
-    def __init__(self, connection: socket.socket, directory: Path) -> None:
+    def __init__(self, connection: socket.socket, directory: Path, lifeline: Lifeline) -> None:
         self._connection = connection
         self._directory = directory
+        self._lifeline = lifeline
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._leave)
@@ -388,6 +389,7 @@ class _Leaving:
             self._connection.sendall(reason.encode()[:REASON_BYTES_MAX])
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._lifeline.release()  # the driver closes it when it reads this
         self.say("has left")
         shutil.rmtree(self._directory, ignore_errors=True)
         print("tether: this worker has left the run", file=sys.stderr, flush=True)
