@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+import json
+import os
+import random
+import re
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
 import tether
-from tether.errors import UsageError
-from tether.runtimes.cluster import make_key, parse_address, read_key
+from mutate import mutations
+from tether.analysis.live import MetricsTail, RunView
+from tether.core.message import Message
+from tether.core.wire import Codec
+from tether.errors import RunError, UsageError, WireError
+from tether.runtimes.cluster import make_key, parse_address, read_key, watch
+from tether.runtimes.process import control
+from tether.runtimes.process.handshake import Keys
+from tether.runtimes.process.link import Inbox, Outbox, enveloped
+from tether.testing.hosts import Host, hosts
 
 TASK = """
 import torch
@@ -41,9 +61,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts the program in a directory of its own; all are killed at the end."""
     started = []
 
-    def run(*words: str, below: str = "") -> subprocess.Popen[str]:
+    def run(*words: str, below: str = "", on: Host | None = None) -> subprocess.Popen[str]:
         directory = tmp_path / below
-        command = [sys.executable, "-m", "tether", *words]
+        command = [*(on.words if on else ()), sys.executable, "-m", "tether", *words]
         started.append(subprocess.Popen(command, cwd=directory, stderr=subprocess.PIPE, text=True))
         return started[-1]
 
@@ -139,3 +159,186 @@ def test_what_is_not_an_address_is_refused(text: str) -> None:
 def test_a_cluster_listens_at_an_address_that_workers_can_reach() -> None:
     with pytest.raises(UsageError, match=r"not at 0\.0\.0\.0"):
         tether.Cluster("0.0.0.0:7000", "key")
+
+
+# ---- hosts of their own ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="emulated hosts need root and the programs ip and tc: apt-get install iproute2",
+)
+def test_a_new_user_types_the_document_into_three_hosts_and_has_a_trained_model(start: Start, tmp_path: Path) -> None:
+    """The addresses of emulated hosts are those of the document. They share a disk, so each has a folder of its own."""
+    document = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+    make, copy, train, work = re.findall(r"^ {3}((?:tether|scp) .*)$", document, re.MULTILINE)[:4]
+    with hosts(3, "100mbit") as places:
+        for host in places:
+            (tmp_path / host.address).mkdir()
+
+        def type_in(host: Host, line: str) -> subprocess.Popen[str]:
+            return start(*shlex.split(line)[1:], below=host.address, on=host)
+
+        assert type_in(places[0], make).wait(60) == 0
+        _, _, key, _ = shlex.split(copy)
+        for host in places[1:]:
+            shutil.copy2(tmp_path / places[0].address / key, tmp_path / host.address)
+        driver = type_in(places[0], train)
+        workers = [type_in(host, work) for host in places]
+        assert [worker.wait(120) for worker in workers] == [0, 0, 0]
+        driver.communicate(timeout=60)
+        assert driver.returncode == 0
+        (run,) = (tmp_path / places[0].address / "runs").iterdir()
+        result = json.loads((run / "run.json").read_text())["result"]
+        assert result["metrics"]["error"] < 0.06
+        assert places[1].bytes_sent_and_received()[0] > 100_000, "the model's changes go over its link"
+
+
+# ---- who watches, and who must not get in ---------------------------------------------------------------------------
+
+
+def listening_ports(pid: int) -> list[tuple[str, int]]:
+    """The addresses at which a process listens by TCP."""
+    inodes = {link.readlink().name for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+    found = []
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+            host, port = fields[1].split(":")
+            found.append((socket.inet_ntoa(bytes.fromhex(host)[::-1]), int(port, 16)))
+    return found
+
+
+def memory_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid, *(found for child in children for found in descendants(child))]
+
+
+def attack(address: tuple[str, int], text: bytes) -> None:
+    """Send something to a port and wait until the other end has closed the connection or nothing more comes."""
+    with suppress(OSError), socket.create_connection(address, 5) as connection:
+        connection.settimeout(0.02)
+        with suppress(TimeoutError):
+            connection.recv(100)
+        connection.sendall(text)
+        with suppress(TimeoutError):
+            connection.recv(100)
+
+
+def malformed(rng: random.Random, stranger: Keys) -> bytes:
+    """What may come from who does not hold the key: noise, a proof with another key, and false sizes."""
+    nonce = rng.randbytes(32)
+    signed = hmac.digest(stranger.derive("lifeline"), b"message" + nonce + nonce + b"hello", hashlib.sha256)
+    proof = nonce + signed + (5).to_bytes(4, "big") + b"hello"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + b"\x00" + bytes(31)
+    return rng.choice(
+        [
+            rng.randbytes(rng.randint(1, 3000)),
+            proof,
+            proof[: rng.randrange(len(proof))],
+            nonce + signed + b"\xff\xff\xff\xff" + rng.randbytes(2000),
+            greeting,
+            greeting + b"\x06" + (1 << 40).to_bytes(8, "big") + rng.randbytes(500),
+            greeting + b"\x04\x19\x05READY" + rng.randbytes(19),
+            greeting + b"\x04\xc8\x05HELLO" + rng.randbytes(194),
+        ]
+    )
+
+
+def test_nothing_without_the_key_gets_in_and_who_has_it_may_watch(
+    start: Start, tmp_path: Path, request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`--mutations 10000` sends as many."""
+    count = int(request.config.getoption("--mutations"))
+    make_key(tmp_path / "key")
+    make_key(tmp_path / "other")
+    address = free_address()
+    words = ("--on", "cluster", "--listen", address, "--key", "key", "--workers", "1", "--protocol", "elastic")
+    driver = start("train", "digits", *words, "--run", "run", "--epochs", "1000000", "--evaluate-every", "1000000")
+    wait_for(driver, "waiting for 1 workers")
+    worker = start("worker", address, "--key", "key")
+    wait_for(driver, "training")
+    processes = [*descendants(driver.pid), worker.pid]
+    ports = [port for pid in processes for port in listening_ports(pid)]
+    assert len(ports) == 4, "the driver's two, the hub's and the worker's"
+    rng = random.Random(5)
+    stranger = read_key(tmp_path / "other")
+    for number in range(20):  # caches fill
+        attack(ports[number % 4], malformed(rng, stranger))
+    before = sum(map(memory_bytes, processes))
+    for number in range(count):
+        attack(ports[number % 4], malformed(rng, stranger))
+    grown = sum(map(memory_bytes, processes)) - before
+    print(f"{count} malformed messages, memory grew by {grown / 1e6:.1f} MB")
+    assert grown < 64 << 20
+    assert driver.poll() is None and worker.poll() is None
+    view = RunView("run")
+    rows = MetricsTail(tmp_path / "run").new()
+    refused = [row["text"] for row in rows if "did not prove" in row.get("text", "")]
+    assert refused, "they are counted"
+    seen = next(found for found in watch(parse_address(address), read_key(tmp_path / "key")) if found)
+    view.take(seen)
+    assert {row["node"] for row in seen if row["kind"] == "progress"} >= {"worker-0"}
+    with pytest.raises(RunError, match="does not accept this key"):
+        next(watch(parse_address(address), stranger))
+    assert view.rate("worker-0") > 0
+    steps = max(row["steps"] for row in rows if row["kind"] == "progress")
+    tail = MetricsTail(tmp_path / "run")
+    while max(row.get("steps", 0) for row in tail.new() or [{}]) <= steps:
+        assert driver.poll() is None
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=90)
+    assert worker.wait(30) == 0
+
+
+def test_malformed_messages_of_who_has_the_key_are_refused_and_others_arrive_in_order(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """`--mutations 10000` sends as many."""
+    count = int(request.config.getoption("--mutations"))
+    keys, context, rng = Keys.make(), zmq.Context(), random.Random(7)
+    authenticator = keys.start_authenticator(context)
+    inbox = Inbox(context, tmp_path, "hub", [control.Note], keys=keys, host="127.0.0.1", frame_bytes_max=1 << 20)
+    sender = Outbox(context, tmp_path / "elsewhere", "worker-0", keys=keys)
+    sender.addresses["hub"] = inbox.address
+    raw = context.socket(zmq.PUSH)
+    keys.secure(raw, server=False)
+    raw.connect(inbox.address)
+    raw.setsockopt(zmq.RECONNECT_IVL, 1)
+    note = enveloped(Codec([Message]), "worker-0", control.Note("aaaaaaaa"), lambda frame: None)
+    whole = [bytes(frame) for frame in note]
+    refused, arrived = 0, []
+    try:
+        for number in range(count):
+            match number % 20:
+                case 19:
+                    frames = [*whole, bytes(2 << 20)]  # too large: the connection is closed
+                case even if even % 2:
+                    frames = [rng.randbytes(rng.randint(0, 200)) for _ in range(rng.randint(1, 4))]
+                case four if four % 4:
+                    frames = [mutations(frame, rng) for frame in whole]
+                case _:
+                    frames = [whole[0], msgspec.msgpack.encode({"type": "Begin", "members": 3, "addresses": []})]
+            raw.send_multipart(frames)
+            sender.send("hub", control.Note(str(number)))
+        while inbox.socket.poll(3000):
+            try:
+                _, message = inbox.receive()
+                arrived.append(message.text)
+            except WireError:
+                refused += 1
+        assert [text for text in arrived if text.isdigit()] == [str(number) for number in range(count)]
+        assert "aaaaaaaa" not in arrived, "what is too large is not delivered in part"
+        print(f"{count} malformed messages, {refused} refused, {len(arrived) - count} well-formed nevertheless")
+        assert refused > count / 2
+    finally:
+        sender.close()
+        raw.close(linger=0)
+        inbox.close()
+        authenticator.stop()
+        context.destroy(linger=0)

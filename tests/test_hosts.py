@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from tether.bench.hosts import Host, hosts
 from tether.errors import UsageError
+from tether.testing.hosts import Host, hosts
 
 MEGABYTES = 4
 SERVER = """

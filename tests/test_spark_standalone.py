@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tether.bench.hosts import Host, hosts, standalone
+from tether.bench.hosts import standalone
 from tether.tasks import load
+from tether.testing.hosts import Host, hosts
 
 pytest.importorskip("pyspark", reason="pyspark is not installed")
 pytestmark = [pytest.mark.spark, pytest.mark.slow]

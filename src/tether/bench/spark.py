@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from tether.bench.common import NEVER, Report, Rounds, Row, list_text, median_ratio, run_quietly, sizes
-from tether.bench.hosts import hosts, standalone
+from tether.bench.hosts import standalone
 from tether.core import message
 from tether.errors import RunError, UsageError
 from tether.execution.goals import Request
@@ -48,6 +48,7 @@ from tether.runtimes.base import NullObserver
 from tether.runtimes.spark import jvm
 from tether.runtimes.spark.runtime import Spark
 from tether.task import Task
+from tether.testing.hosts import hosts
 
 WORKERS = 3
 MEGABYTES = 2048

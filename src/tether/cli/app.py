@@ -26,6 +26,7 @@ COMMANDS = {
     "launch": ("launch", "Run a script of your own on several workers that stay tied to one joint model."),
     "worker": ("cluster", "Train on this machine for a run on another one."),
     "keys": ("cluster", "Make a key for the machines of a cluster."),
+    "top": ("top", "Watch a run in the terminal, on this machine or on a cluster."),
     "export": ("model", "Write the model of a run to one file, for use without Tether."),
     "classify": ("model", "Classify texts with the model of a run of task text."),
     "serve": ("serve", "Serve a page and an HTTP interface where people upload texts and get a classifier."),

@@ -12,9 +12,13 @@ import typer
 from tether.cli.build import protocol_class
 from tether.cli.options import JsonOption, SeedOption
 from tether.cli.output import err, out, show_report
+from tether.errors import unknown
 from tether.testing import chaos as faults
 from tether.testing import swarm as scenarios
+from tether.testing.outages import OutageOutcome, outages
 
+#: the protocols that `tether chaos --on cluster` disturbs, one after the other
+ON_HOSTS = ("averaging", "elastic", "grid")
 #: how often a long command prints how far it is
 PROGRESS_SECONDS = 5.0
 #: for this many of the runs that failed, a smaller scenario is searched
@@ -69,12 +73,18 @@ def swarm(
 
 def chaos(
     kills: Annotated[int, typer.Option(min=1, help="How many faults, each in a run of its own.")] = 20,
-    on: Annotated[str, typer.Option(help="Where the runs are: local or spark.")] = "local",
+    on: Annotated[
+        str,
+        typer.Option(help="Where the runs are: local, spark, or cluster for emulated hosts and faults of their links."),
+    ] = "local",
     seconds: Annotated[float, typer.Option(help="Start no further run after this many seconds.")] = 600.0,
     seed: SeedOption = 0,
     protocol: Annotated[
         str | None, typer.Option("--protocol", "-p", help=f"Only this one of {', '.join(faults.PROTOCOLS)}.")
     ] = None,
+    pause: Annotated[
+        float, typer.Option(help="cluster: for how many seconds a worker is stopped. It is given up after 15.")
+    ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
     """Kill, stop and starve real processes and damage their files; every run must finish nevertheless."""
@@ -84,7 +94,16 @@ def chaos(
         line = f"{fault.kind} {fault.target} under {fault.protocol}: {found.outcome}, {found.seconds:+.1f} s"
         err.print(f"{line}{'; ' if found.failure else ''}{found.failure}", highlight=False, markup=False)
 
-    outcome = faults.chaos(kills, on, seconds, seed, protocol, each)
+    def each_event(found: OutageOutcome) -> None:
+        line = f"{found.outage.kind} under {found.outage.protocol}: all train again after {found.seconds:.1f} s"
+        err.print(f"{line}{'; ' if found.failure else ''}{found.failure}", highlight=False, markup=False)
+
+    if on == "cluster":
+        if protocol is not None and protocol not in ON_HOSTS:
+            raise unknown("protocol for chaos on a cluster", protocol, ON_HOSTS)
+        outcome = outages(kills, seconds, seed, [protocol] if protocol else ON_HOSTS, pause, each_event)
+    else:
+        outcome = faults.chaos(kills, on, seconds, seed, protocol, each)
     show_report(outcome, as_json)
     if outcome["faults"]:
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ import bisect
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,8 @@ from tether.task import Task, users_code
 WAITING_BYTES, WAITING_MAX = 512 << 20, 100
 #: how long a run that fails waits for a checkpoint that is being written
 GRACE_SECONDS = 0.7
+#: how many of the latest rows of metrics are kept for who watches the run
+RECENT_MAX = 300
 #: what the pending writes call the newest checkpoint
 LAST_CHECKPOINT = "the last checkpoint"
 
@@ -78,6 +81,9 @@ class RunObserver:
         self.earlier_seconds = history.last_time
         self._metrics = MetricsWriter(directory.metrics)
         self._metrics_lock = threading.Lock()
+        #: the latest rows with their numbers, for who watches the run from elsewhere
+        self._recent: deque[tuple[int, dict[str, Any]]] = deque(maxlen=RECENT_MAX)
+        self._rows_written = 0
         self._writes = PendingWrites(self.note)
         #: the newest checkpoint and the best model, while their writes are pending
         self._unsaved: Restored | None = None
@@ -314,6 +320,10 @@ class RunObserver:
         self._progress.note(text)
         self._write_row("note", None, text=text)
 
+    def recent_rows(self, after: int) -> list[tuple[int, dict[str, Any]]]:
+        with self._metrics_lock:
+            return [numbered for numbered in self._recent if numbered[0] > after]
+
     def stop_requested(self) -> str | None:
         if self._evaluator is not None:
             self._evaluator.raise_failure()
@@ -417,6 +427,8 @@ class RunObserver:
     def _write_row(self, kind: str, now: float | None, **values: Any) -> None:
         seconds = None if now is None else self.earlier_seconds + now
         with self._metrics_lock:
+            self._rows_written += 1
+            self._recent.append((self._rows_written, finite({"kind": kind, "time": seconds, **values})))
             if self._abandoned:
                 return
             self._metrics.append(finite({"kind": kind, "time": seconds, **values}))

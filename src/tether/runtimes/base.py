@@ -185,6 +185,10 @@ class Observer(Protocol):
         """Something a person should know, such as the death of a worker."""
         ...
 
+    def recent_rows(self, after: int) -> list[tuple[int, Any]]:
+        """The latest rows of metrics with their numbers, of those with a larger number than this."""
+        ...
+
     def stop_requested(self) -> str | None:
         """The reason to end the run early, if there is one."""
         ...
@@ -211,6 +215,9 @@ class NullObserver:
         return ()
 
     def note(self, text: str) -> None: ...
+
+    def recent_rows(self, after: int) -> list[tuple[int, Any]]:
+        return []
 
     def stop_requested(self) -> str | None:
         return None

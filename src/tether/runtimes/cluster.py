@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
+import selectors
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,22 +36,36 @@ from tether.core.machine import Node
 from tether.core.message import Message
 from tether.errors import RunError, UsageError, WireError
 from tether.runtimes.base import Observer, Outcome, Plan, check_count, check_source
-from tether.runtimes.process.agent import GREETING_SECONDS, Answer, Assignment, Lifeline, Refusal, greet, host_nodes
+from tether.runtimes.process.agent import (
+    GREETING_SECONDS,
+    LIFELINE,
+    Answer,
+    Assignment,
+    Lifeline,
+    Refusal,
+    close_after_silence,
+    decode,
+    greet,
+    host_nodes,
+)
 from tether.runtimes.process.agents import Agent, AgentLauncher, check_apart, launchers
 from tether.runtimes.process.driver import Driver, check_processes
-from tether.runtimes.process.handshake import Keys
-from tether.runtimes.process.link import Inbox, Outbox
+from tether.runtimes.process.handshake import AuthenticatedConnection, Keys, authenticate
+from tether.runtimes.process.launcher import Launcher
+from tether.runtimes.process.link import Inbox, Outbox, is_power_of_ten
 from tether.runtimes.process.liveness import Watchdog
 from tether.runtimes.process.spec import NodeSpec
 
 #: changes with everything that driver and workers send each other
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: a key file holds this many bytes in hexadecimal digits
 KEY_BYTES = 32
 #: the longest reason that a worker can give for leaving
 REASON_BYTES_MAX = 1000
 #: how a worker begins its reason if it finds that its code or model is another
 REFUSED = "is refused: "
+#: how often who watches the run is sent new rows
+SHOW_SECONDS = 0.5
 #: how long a worker waits before it tries to reach the driver again
 RETRY_SECONDS = 0.5
 
@@ -166,6 +181,7 @@ class ClusterDriver(Driver):
         self._watchdog = Watchdog(settings.hung_seconds, start_seconds=math.inf)  # people start workers when they like
         self._settings = settings
         self._agents.note = observer.note
+        self._agents.recent_rows = observer.recent_rows
         self._spec = NodeSpec(plan, self.directory, settings.threads, keys=self.keys, host=host)
 
     def execute(self) -> Outcome:
@@ -194,13 +210,25 @@ def run_keys(shared: Keys, run: str, encrypt: bool) -> Keys:
     return Keys(shared.derive(f"run {run}"), encrypt)
 
 
-class WorkerGreeting(msgspec.Struct, frozen=True, array_like=True):
+class WorkerGreeting(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Worker to driver: what it is, and where it waits for the plan."""
 
     wire_version: int
     torch: str
     address: str
     accepts_code: bool
+
+
+class ViewerGreeting(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Who watches the run to driver: where it waits for rows of metrics."""
+
+    address: str
+
+
+class Rows(Message, frozen=True):
+    """Driver to who watches: rows of metrics, as they are in the run's directory."""
+
+    rows: list[dict[str, Any]]
 
 
 class Setup(Message, frozen=True):
@@ -228,6 +256,12 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
         self._setup: Setup | None = None
         self._newcomers: set[int] = set()
         self.note: Callable[[str], None] = lambda text: None
+        self.recent_rows: Callable[[int], list[tuple[int, Any]]] = lambda after: []
+        #: who watches the run: the connection, and the number of the last row that was sent
+        self._viewers: dict[str, tuple[socket.socket, int]] = {}
+        self._viewers_seen = 0
+        self._shown_at = 0.0
+        self._rejected = 0
         self._directory = Path(tempfile.mkdtemp(prefix="tether-"))
         self._context: zmq.Context[Any] = zmq.Context()
         self._outbox = Outbox(self._context, self._directory, "driver", keys=keys)
@@ -247,6 +281,36 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
 
     def _is_new(self, node: Node) -> bool:
         return node.life > 1 or node.index in self._newcomers
+
+    def _admit(self, accepted: AuthenticatedConnection) -> None:
+        try:
+            greeting = decode(accepted.text, ViewerGreeting)
+        except WireError:
+            super()._admit(accepted)
+            return
+        try:
+            accepted.answer(b"")
+        except OSError:
+            accepted.connection.close()
+            return
+        close_after_silence(accepted.connection)
+        self._viewers_seen += 1
+        name = f"viewer-{self._viewers_seen}"
+        self._viewers[name] = accepted.connection, 0
+        self._outbox.addresses[name] = greeting.address
+        self._selector.register(accepted.connection, selectors.EVENT_READ, name)
+
+    def _check(self) -> None:
+        """Called with every poll: send new rows to who watches, and report connections without the key."""
+        if self._listener.rejected > self._rejected and is_power_of_ten(self._listener.rejected):
+            self.note(f"{self._listener.rejected} connections that did not prove that they have the key were refused")
+        self._rejected = self._listener.rejected
+        if self._viewers and time.monotonic() - self._shown_at >= SHOW_SECONDS:
+            self._shown_at = time.monotonic()
+            for name, (connection, last) in self._viewers.items():
+                if rows := self.recent_rows(last):
+                    self._outbox.send(name, Rows([row for _, row in rows]))
+                    self._viewers[name] = connection, rows[-1][0]
 
     def _answer(self, greeting: WorkerGreeting) -> Answer:
         assert self._setup is not None
@@ -270,8 +334,14 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
         self._outbox.addresses[agent.node.name] = agent.greeting.address
         self._outbox.send(agent.node.name, self._setup)
 
-    def _read(self, agent: Agent[WorkerGreeting]) -> None:
-        """The lifeline has closed, or the worker says why it leaves."""
+    def _read(self, agent: Agent[WorkerGreeting] | str) -> None:
+        """The lifeline has closed, or the worker says why it leaves. A text is the name of who watches."""
+        if isinstance(agent, str):
+            connection, _ = self._viewers.pop(agent)
+            self._selector.unregister(connection)
+            connection.close()
+            self._outbox.forget(agent)
+            return
         try:
             said = agent.lifeline.recv(REASON_BYTES_MAX)
         except OSError:
@@ -288,6 +358,8 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
         self._remove(agent, reason or self.gone)
 
     def _end_agents(self, seconds: float) -> None:
+        for connection, _ in self._viewers.values():
+            connection.close()
         self._outbox.close()
         self._context.destroy(linger=0)
         shutil.rmtree(self._directory, ignore_errors=True)
@@ -317,8 +389,8 @@ def run_worker(
         try:
             greeting = WorkerGreeting(WIRE_VERSION, str(torch.__version__), inbox.address, accept_code)
             answer = _greet(connection, keys, greeting)
-            leaving = _Leaving(connection, directory)
             watched = at_the_end.enter_context(Lifeline(connection, directory))
+            leaving = _Leaving(connection, directory, watched)
             if not inbox.socket.poll(round(GREETING_SECONDS * 1000)):
                 raise RunError(f"the driver has not sent its plan within {GREETING_SECONDS:g} s")
             _, setup = inbox.receive()
@@ -362,12 +434,52 @@ def _greet(connection: socket.socket, keys: Keys, greeting: WorkerGreeting) -> A
     return answer
 
 
+# ---- who watches ----------------------------------------------------------------------------------------------------
+
+
+def watch(address: tuple[str, int], keys: Keys) -> Iterator[list[dict[str, Any]]]:
+    """The rows of metrics of the run whose driver listens there, as they are written; until the run is over.
+
+    An empty list at least twice a second, also while there is nothing new.
+    """
+    with ExitStack() as at_the_end:
+        directory = Path(at_the_end.enter_context(tempfile.TemporaryDirectory(prefix="tether-")))
+        connection = at_the_end.enter_context(_connect(address, 0.0))
+        context: zmq.Context[Any] = zmq.Context()
+        at_the_end.callback(context.destroy, linger=0)
+        authenticator = keys.start_authenticator(context)
+        at_the_end.callback(authenticator.stop)
+        inbox = Inbox(context, directory, "viewer", [Rows], keys=keys, host=connection.getsockname()[0])
+        at_the_end.callback(inbox.close)
+        try:
+            authenticate(connection, keys, LIFELINE, msgspec.msgpack.encode(ViewerGreeting(inbox.address)))
+        except (OSError, WireError) as error:
+            raise RunError(f"the driver does not accept this key, or is gone ({error})") from error
+        close_after_silence(connection)
+        connection.setblocking(False)
+        while True:
+            if inbox.socket.poll(round(SHOW_SECONDS * 1000)):
+                _, message = inbox.receive()
+                assert isinstance(message, Rows)
+                yield message.rows
+            else:
+                yield []
+            try:
+                if not connection.recv(1):
+                    return
+            except BlockingIOError:
+                continue
+            except OSError:
+                return
+
+
 class _Leaving:
     """Tells the driver why this worker leaves; SIGTERM and Ctrl-C make it leave."""
 
-    def __init__(self, connection: socket.socket, directory: Path) -> None:
+    def __init__(self, connection: socket.socket, directory: Path, lifeline: Lifeline) -> None:
         self._connection = connection
         self._directory = directory
+        self._lifeline = lifeline
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self._leave)
@@ -377,6 +489,7 @@ class _Leaving:
             self._connection.sendall(reason.encode()[:REASON_BYTES_MAX])
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
+        self._lifeline.release()  # the driver closes it when it reads this
         self.say("has left")
         shutil.rmtree(self._directory, ignore_errors=True)
         print("tether: this worker has left the run", file=sys.stderr, flush=True)

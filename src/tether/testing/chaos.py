@@ -218,6 +218,27 @@ class CommandResult:
         return float(self.figures["metrics"]["error"])
 
 
+def living_processes(variable: str, value: str) -> dict[int, str]:
+    """The names by id of the processes whose environment has this; the fork server and executors are called that."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            if not entry.name.isdigit() or f"{variable}={value}".encode() not in (entry / "environ").read_bytes():
+                continue
+            if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                continue
+            found[int(entry.name)] = _process_name(entry)
+    return found
+
+
+def _process_name(entry: Path) -> str:
+    name, command = (entry / "comm").read_text().strip(), (entry / "cmdline").read_bytes()
+    if b"CoarseGrainedExecutorBackend" in command:
+        return "executor"
+    is_node = name == "hub" or name.startswith(("hub-", "worker-", "aggregator-"))
+    return "fork server" if b"tether.runtimes.process.forkserver" in command and not is_node else name
+
+
 class _Command:
     """A running `tether` command with the processes that it has started; its environment marks them all."""
 
@@ -239,24 +260,8 @@ class _Command:
 
     def living(self) -> dict[int, str]:
         """The names of its processes by id; the driver, the fork server and executors are called just that."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            with suppress(OSError, ValueError):
-                if not entry.name.isdigit() or f"{_MARK}={self.mark}".encode() not in (entry / "environ").read_bytes():
-                    continue
-                if (entry / "stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                    continue
-                found[int(entry.name)] = self._name(entry)
-        return found
-
-    def _name(self, entry: Path) -> str:
-        name, command = (entry / "comm").read_text().strip(), (entry / "cmdline").read_bytes()
-        if int(entry.name) == self.process.pid:
-            return "driver"
-        if b"CoarseGrainedExecutorBackend" in command:
-            return "executor"
-        is_node = name == "hub" or name.startswith(("hub-", "worker-", "aggregator-"))
-        return "fork server" if b"tether.runtimes.process.forkserver" in command and not is_node else name
+        living = living_processes(_MARK, self.mark)
+        return {pid: "driver" if pid == self.process.pid else name for pid, name in living.items()}
 
     def wait(self, seconds: float) -> CommandResult:
         """Wait for the command to end; kill it after this many seconds."""

@@ -124,6 +124,10 @@ class Lifeline:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Let the process end by itself: its connection may close from now on."""
         self._ended.set()
 
     def _watch(self) -> None:

@@ -29,7 +29,7 @@ from tether.runtimes.process import control
 from tether.runtimes.process.control import DRIVER, GRACE_SECONDS
 from tether.runtimes.process.handshake import Keys
 from tether.runtimes.process.launcher import Launcher, NodeExited, NodeStarted
-from tether.runtimes.process.link import Inbox, Outbox
+from tether.runtimes.process.link import FRAME_BYTES_MAX, Inbox, Outbox, frame_bytes_max, is_power_of_ten
 from tether.runtimes.process.liveness import Watchdog
 from tether.runtimes.process.memory import Memory
 from tether.runtimes.process.states import CheckpointAssembly, StateCollection
@@ -74,7 +74,11 @@ class Driver:
         self.keys = (keys or Keys.make()) if host else None
         self._authenticator = self.keys.start_authenticator(self._context) if self.keys else None
         types = (*control.FROM_NODE, *types)
-        self._inbox = Inbox(self._context, self.directory, DRIVER, types, keys=self.keys, host=host)
+        limit = frame_bytes_max(plan) if self.keys else FRAME_BYTES_MAX
+        self._inbox = Inbox(
+            self._context, self.directory, DRIVER, types, keys=self.keys, host=host, frame_bytes_max=limit
+        )
+        self._refused = 0
         self.address = self._inbox.address
         self._memory = Memory(self.directory, DRIVER)
         self._outbox = Outbox(self._context, self.directory, DRIVER, memory=self._memory, keys=self.keys)
@@ -215,7 +219,9 @@ class Driver:
         try:
             sender, message = self._inbox.receive()
         except WireError as error:
-            self._observer.note(f"a message was refused: {error}")
+            self._refused += 1
+            if is_power_of_ten(self._refused):
+                self._observer.note(f"{self._refused} messages were refused, the last: {error}")
             return
         if sender not in self._living:
             return  # the sender was already declared dead

@@ -199,6 +199,8 @@ class Listener:
         self._server.setblocking(False)
         #: where it listens
         self.port: int = self._server.getsockname()[1]
+        #: how many connections were rejected
+        self.rejected = 0
         #: the oldest first
         self._pending: dict[socket.socket, _PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
@@ -292,6 +294,7 @@ class Listener:
     def _reject(self, pending: _PendingConnection) -> None:
         self._remove(pending)
         pending.connection.close()
+        self.rejected += 1
 
     def _remove(self, pending: _PendingConnection) -> None:
         self._selector.unregister(pending.connection)

@@ -31,6 +31,10 @@ from tether.runtimes.process.memory import SHARED_BYTES_MIN, Loan, Memory, PeerM
 
 #: how many messages may wait at each end of a link. Rows of metrics for a stopped driver make the longest queue
 QUEUE_MAX = 1_000_000
+#: the largest frame that is received where the size of the model is not known
+FRAME_BYTES_MAX = 1 << 34
+#: the largest frame of a small model: other values of a message may be larger than the model
+SMALL_FRAME_BYTES_MAX = 64 << 20
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
@@ -55,8 +59,10 @@ class Inbox:
         *,
         keys: Keys | None = None,
         host: str = "",
+        frame_bytes_max: int = FRAME_BYTES_MAX,
     ) -> None:
         self.socket = context.socket(zmq.PULL)
+        self.socket.maxmsgsize = frame_bytes_max  # who announces a larger frame is disconnected before it is read
         self.socket.set_hwm(QUEUE_MAX)
         #: where other machines reach it
         self.address = ""
@@ -186,6 +192,16 @@ class Outbox:
 
     def _lend(self, to: str, frame: Frame) -> Loan | None:
         return self._memory.lend(to, frame) if self._memory is not None and to in self._near else None
+
+
+def frame_bytes_max(plan: Plan) -> int:
+    """The largest frame that a node of this plan may send: a vector in double precision, and room for the rest."""
+    return max(SMALL_FRAME_BYTES_MAX, 4 * plan.vector_bytes)
+
+
+def is_power_of_ten(count: int) -> bool:
+    """Whether to report a count of refusals: a flood of them must not become a flood of reports."""
+    return str(count).strip("0") == "1"
 
 
 def address(directory: Path, name: str) -> str:

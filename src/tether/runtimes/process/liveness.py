@@ -8,6 +8,7 @@ for others is not work, so a node that waits is never overdue.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -114,7 +115,9 @@ class Pulse:
         self._send = send
         self._close = close
         self._clock = AwakeClock()
-        self._since: dict[str, float] = {}
+        self._numbers = itertools.count()
+        #: the pieces of work that are under way, by number: their kind, and since when
+        self._under_way: dict[int, tuple[str, float]] = {}
         self._longest: dict[str, float] = {}
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="pulse", daemon=True)
@@ -128,19 +131,20 @@ class Pulse:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Report this kind of work while it is under way; there is one piece of a kind at a time."""
-        since = self._since[what] = self._clock.seconds
+        """Report this kind of work while it is under way; a thread that waits may let another do some of its kind."""
+        number, since = next(self._numbers), self._clock.seconds
+        self._under_way[number] = what, since
         try:
             yield
         finally:
-            del self._since[what]
+            del self._under_way[number]
             self._longest[what] = max(self._longest.get(what, 0.0), self._clock.seconds - since)
 
     def _beat(self) -> None:
         while not self._over.is_set():
             now = self._clock.tick()
-            under_way = self._since.copy()  # other threads change it
-            work = [Work(what, now - since, self._longest.get(what)) for what, since in under_way.items()]
+            under_way = self._under_way.copy()  # other threads change it
+            work = [Work(what, now - since, self._longest.get(what)) for what, since in under_way.values()]
             self._send(Alive(tuple(work)))
             self._over.wait(ALIVE_SECONDS)
         self._close()

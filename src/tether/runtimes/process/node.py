@@ -41,7 +41,7 @@ from tether.runtimes.interpreter import Interpreter, T
 from tether.runtimes.process import control
 from tether.runtimes.process.control import DRIVER, GRACE_SECONDS
 from tether.runtimes.process.courier import Courier
-from tether.runtimes.process.link import Inbox, Outbox, message_types
+from tether.runtimes.process.link import FRAME_BYTES_MAX, Inbox, Outbox, frame_bytes_max, is_power_of_ten, message_types
 from tether.runtimes.process.liveness import Pulse
 from tether.runtimes.process.memory import Memory, attach_region
 from tether.runtimes.process.pool import Pool
@@ -66,7 +66,10 @@ class NodeProcess:
         plan, self.name, self._computes = spec.plan, node.name, node.computes
         types = message_types(plan, spec.collective_types)
         types = [*control.FROM_DRIVER, *control.BETWEEN_NODES, *types]
-        self._inbox = Inbox(context, spec.directory, self.name, types, keys=spec.keys, host=spec.host)
+        limit = frame_bytes_max(plan) if spec.keys is not None else FRAME_BYTES_MAX
+        self._inbox = Inbox(
+            context, spec.directory, self.name, types, keys=spec.keys, host=spec.host, frame_bytes_max=limit
+        )
         #: the tensors that it sends are lent from here
         self.memory = Memory(spec.directory, self.name)
         self._outbox = make_outbox(spec, node, context, self.memory)
@@ -276,10 +279,14 @@ class NodeProcess:
     def _receive(self) -> None:
         try:
             sender, message = self._inbox.receive()
+            if isinstance(message, control.FROM_DRIVER) and sender != DRIVER:
+                raise WireError(f"a {type(message).__name__} of {sender}, which only the driver may send")
         except WireError as error:
-            print(f"a message was refused: {error}", file=sys.stderr)
             with self.lock:
-                self._interpreter.meter.messages_refused += 1
+                meter = self._interpreter.meter
+                meter.messages_refused += 1
+            if is_power_of_ten(meter.messages_refused):
+                print(f"{meter.messages_refused} messages were refused, the last: {error}", file=sys.stderr)
             return
         with self.lock:
             self.handle(sender, message)
