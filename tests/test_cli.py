@@ -337,7 +337,9 @@ def test_the_swarm_is_clean_and_finds_a_planted_bug_that_its_seed_repeats(tether
 
 
 def test_lists_name_every_protocol_and_task_with_defaults(tether: Callable[[str], Said]) -> None:
-    assert "tau = auto" in tether("protocols").out
+    listed = tether("protocols").out
+    assert "tau = auto" in listed
+    assert all(f"  for {options.suits[:40]}" in listed for options in known().values())
     listed = tether("tasks").out
     for name in ("digits", "fashion", "cifar", "chars", "synthetic"):
         assert f"{name}  " in listed

@@ -11,7 +11,17 @@ from tether import Averaging, Tide, UsageError
 from tether.analysis.sweep_plots import frontier_png
 from tether.bench import frontier as bench
 from tether.bench.cells import Cell, Place, Results, options_of
-from tether.bench.frontier import PROTOCOLS, arrange, compare, complete_places, compute, seconds_to, summary
+from tether.bench.frontier import (
+    arrange,
+    compare,
+    complete_places,
+    compute,
+    disturbed_rows,
+    part_rows,
+    seconds_to,
+    summary,
+)
+from tether.bench.suites import HELD_BACK, PARTS, PROTOCOLS, SUITES
 
 
 def test_the_target_is_the_best_of_the_median_protocol_by_the_mean_of_three_evaluations() -> None:
@@ -79,3 +89,41 @@ def test_every_protocol_is_in_the_picture() -> None:
     times = {label: 10.0 + number for number, label in enumerate(PROTOCOLS)}
     rows = [{"task": "fashion", "link": "1gbit", "workers": 8, "what": "seconds to 0.12", **times}]
     assert frontier_png(rows, list(PROTOCOLS)).startswith(b"\x89PNG")
+
+
+def test_a_disturbed_run_is_measured_by_what_the_same_protocol_reaches_undisturbed() -> None:
+    calm = [(float(time), 1.0 - time / 10) for time in range(1, 11)]
+    late = [(2 * seconds, error) for seconds, error in calm]
+    rows, ratios = disturbed_rows([{Place(disturbance="slow"): {"tide": late}, Place(): {"tide": calm}}])
+    first = rows[0]
+    # the mean of three evaluations, 0.3 after 8 of 10 seconds
+    assert (first["disturbance"], first["tide"]) == ("none", pytest.approx(8.0))
+    assert ratios == {"slow, tide": pytest.approx(2.0)}
+
+
+def test_every_part_of_tide_has_a_row_with_all_tasks() -> None:
+    curves = {label: [(1.0, 0.5), (2.0, 0.1 + number / 100)] for number, label in enumerate(PARTS)}
+    rows = part_rows([{place: curves for place in SUITES["ablations"].places}])
+    assert [row["protocol"] for row in rows] == list(PARTS)
+    assert all(any(name.startswith(f"{task}: seconds") for name in rows[0]) for task in ("fashion", "chars"))
+
+
+def test_suites_name_places_and_protocols_that_there_are_and_hold_some_places_back() -> None:
+    for suite in SUITES.values():
+        assert len(set(suite.places)) == len(suite.places)
+        for label in suite.labels:
+            options_of(label)
+    study = SUITES["study"].places
+    assert set(HELD_BACK) < set(study)
+    assert {place.task for place in HELD_BACK} == {place.task for place in study}
+
+
+def test_what_was_kept_of_a_suite_is_reported_with_the_places_held_back_apart(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    for number, place in enumerate((Place(), HELD_BACK[0])):
+        for label, seconds in (("mpca", 8.0), ("tide", 4.0 * (number + 1))):
+            Results(path).add(Cell(place, label, 0), [(seconds, 0.5)])
+    found = bench.frontier(suite="study", protocol=("mpca", "tide"), results=path, kept=True)
+    assert len(found["rows"]) == 4
+    assert found["ratios"]["seconds of mpca over tide's"] == pytest.approx(2**0.5)
+    assert found["ratios"]["held back: seconds of mpca over tide's"] == pytest.approx(1.0)

@@ -17,6 +17,8 @@ from tether.analysis.tuning import Tuning
 
 #: the axes, the row at the end of a line, the line's name and its colour
 LineEnd = tuple[Any, Row, str, Any]
+#: of protocols in one picture
+MARKERS = "osv^DPX"
 
 
 def tradeoff_png(outcome: Row, curves: dict[str, list[Row]]) -> bytes:
@@ -163,26 +165,35 @@ def scaling_png(rows: list[Row], target: float) -> bytes:
 
 
 def frontier_png(rows: list[Row], protocols: list[str]) -> bytes:
-    """The time of each protocol to the target of each row, relative to the fastest, on a logarithmic axis."""
-    names = [f"{row['task']}, {row['link']}, {row['workers']} workers, {row['what']}" for row in rows]
-    colours = [colormaps["tab10"](index) for index in range(len(protocols))]
+    """The time of each protocol to the target of each row, relative to the last protocol, on a logarithmic axis."""
+    ours = protocols[-1]
+    rows = sorted(rows, key=lambda row: bool(row.get("held back")))
+    looks = {label: (colormaps["tab10"](index), MARKERS[index % len(MARKERS)]) for index, label in enumerate(protocols)}
 
     def draw(figure: FigureBase) -> None:
         axes = figure.subplots()
         for position, row in enumerate(rows):
-            fastest = min(row[protocol] for protocol in protocols)
-            for protocol, colour in zip(protocols, colours, strict=True):
-                label = protocol if position == 0 else None
-                axes.plot(row[protocol] / fastest, position, "o", ms=8, color=colour, alpha=0.85, label=label)
+            for label, (colour, marker) in looks.items():
+                look: Row = {"color": colour, "marker": marker, "ms": 8 if label == ours else 6, "alpha": 0.85}
+                axes.plot(row[label] / row[ours], position, ls="", label=label if position == 0 else None, **look)
+        axes.axvline(1.0, color=looks[ours][0], linewidth=1.0)
         axes.set_xscale("log")
         label_decimally(axes.xaxis)
-        axes.set_yticks(range(len(rows)), names)
+        axes.set_yticks(range(len(rows)), [_place_name(row) for row in rows])
         axes.invert_yaxis()
         axes.grid(axis="x", which="both", alpha=0.3)
-        axes.set_xlabel("time to the target, relative to the fastest")
+        axes.set_xlabel(f"time to the target, relative to {ours}")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
-    return render(draw, WIDTH_INCHES, 1.6 + 0.32 * len(rows), "png")
+    return render(draw, WIDTH_INCHES, 1.6 + 0.26 * len(rows), "png")
+
+
+def _place_name(row: Row) -> str:
+    """What a row of the frontier is called: its usual values go without saying."""
+    unusual = [f"{row['batch']} mini-batch"] if row.get("batch", "small") != "small" else []
+    unusual += [row["optimizer"]] if row.get("optimizer", "adam") != "adam" else []
+    name = ", ".join([row["task"], row["link"], f"{row['workers']} workers", *unusual])
+    return f"{name} (held back)" if row.get("held back") else name
 
 
 def _scaled(row: Row, percent: bool) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -15,14 +16,16 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tether.bench.cells import Cell, Curve, Place, Results, options_of, train
-from tether.bench.common import Report, Seeds, counts, in_parallel, names
+from tether.bench.common import Report, Row, Seeds, counts, in_parallel, names
+from tether.bench.suites import HELD_BACK, PARTS, PROTOCOLS, SUITES, Name
 from tether.errors import UsageError
 
-PROTOCOLS = ("averaging", "diloco", "elastic", "grid", "mpca", "tide")
 #: a metric counts as reached by the mean of this many evaluations
 MEAN_OF = 3
 #: a time that is longer by more than this share counts as behind
 BEHIND = 0.05
+#: the target of a disturbed run is what the undisturbed one has reached after this share of its time
+UNDISTURBED_SHARE = 0.85
 OURS = "tide"
 
 
@@ -32,6 +35,14 @@ def frontier(
         typer.Option(
             help="The folder with Fashion-MNIST, the CIFAR-10 subset, tinyshakespeare.txt and trec_train.csv; needed "
             "for what is trained."
+        ),
+    ] = None,
+    suite: Annotated[
+        Name | None,
+        typer.Option(
+            help="Make a table of docs/protocols.md: its places and protocols take the place of those named below. "
+            "study has all protocols on four tasks, ablations has tide without or with other parts, disturbed has "
+            "slow, paused, dying and joining workers."
         ),
     ] = None,
     task: Annotated[Sequence[str], names("The tasks: fashion, cifar, chars, text.", "fashion,chars")] = ("fashion",),
@@ -55,7 +66,11 @@ def frontier(
     ] = "star",
     protocol: Annotated[
         Sequence[str],
-        names("The protocols, also with settings, such as tide:drift=0+phases=1.", "diloco,mpca,tide"),
+        names(
+            "The protocols, also with settings, such as tide:drift=0+phases=1. Without a suite: what to compare; with "
+            "one that has all protocols: which of them.",
+            "diloco,mpca,tide",
+        ),
     ] = PROTOCOLS,
     length: Annotated[
         float, typer.Option(help="How many times as long as usual runs are. Longer ones reach lower errors.")
@@ -83,30 +98,115 @@ def frontier(
         raise UsageError(f"--length must be more than 0, not {length}")
     for label in protocol:
         options_of(label)  # raises now if it means nothing
+    if kept and results is None:
+        raise UsageError("--kept reports what a file of results has: name it with --results")
+    if suite is not None:
+        places = list(SUITES[suite].places)
+        labels = tuple(protocol) if SUITES[suite].labels == PROTOCOLS else SUITES[suite].labels
+    else:
+        places = arrange(Place(), task, link, workers, batch, optimizer, disturbance, grid == "star")
+        labels = tuple(protocol)
     store = Results(results)
     if kept:
-        if results is None:
-            raise UsageError("--kept reports what a file of results has: name it with --results")
-        places = complete_places(store, protocol, length, seeds)
+        complete = complete_places(store, labels, length, seeds)
+        places = [place for place in complete if suite is None or place in places]
     else:
-        places = arrange(Place(), task, link, workers, batch, optimizer, disturbance, star=grid == "star")
         for place in places:
             place.check(data)
-        compute(store, [Cell(p, n, s, length) for p in places for s in range(seeds) for n in protocol], data, processes)
-    rows, times = [], []
-    for place in places:
-        found = [compare({name: store[Cell(place, name, s, length)] for name in protocol}) for s in range(seeds)]
-        seconds = {name: statistics.fmean(taken[name] for _, taken, _ in found) for name in protocol}
-        ends = {name: statistics.fmean(last[name] for _, _, last in found) for name in protocol}
-        target = statistics.fmean(target for target, _, _ in found)
-        rows.append({**asdict(place), "what": f"seconds to {target:.4g}", **seconds})
-        rows.append({**asdict(place), "what": "metric at the end", **ends})
-        times.append(seconds)
+        compute(store, [Cell(p, n, s, length) for p in places for s in range(seeds) for n in labels], data, processes)
+    curves = [
+        {place: {label: store[Cell(place, label, seed, length)] for label in labels} for place in places}
+        for seed in range(seeds)
+    ]
+    report: Report = {"bench": "frontier", "length": length, "seeds": seeds}
+    if suite == "ablations":
+        return {**report, "rows": part_rows(curves), "ratios": {}}
+    if suite == "disturbed":
+        rows, ratios = disturbed_rows(curves)
+        return {**report, "rows": rows, "ratios": ratios}
+    rows, times = place_rows(curves)
     if picture is not None:
         from tether.analysis.sweep_plots import frontier_png
 
-        picture.write_bytes(frontier_png([row for row in rows if row["what"] != "metric at the end"], list(protocol)))
-    return {"bench": "frontier", "length": length, "seeds": seeds, "rows": rows, "ratios": summary(times)}
+        apart = [{**row, "held back": place in HELD_BACK} for place, row in zip(places, rows[::2], strict=True)]
+        picture.write_bytes(frontier_png(apart, list(labels)))
+    ratios = summary(list(times.values()))
+    apart_times = [taken for place, taken in times.items() if place in HELD_BACK]
+    if suite == "study" and apart_times:
+        ratios |= {f"held back: {name}": ratio for name, ratio in summary(apart_times).items()}
+    return {**report, "rows": rows, "ratios": ratios}
+
+
+#: for each seed: the curves of all labels in each place
+Curves = list[dict[Place, dict[str, Curve]]]
+
+
+def place_rows(curves: Curves) -> tuple[list[Row], dict[Place, dict[str, float]]]:
+    """For each place, a row of seconds to its target and one of metrics at the end; and the seconds by place."""
+    rows, times = [], {}
+    for place in curves[0]:
+        found = [compare(of_seed[place]) for of_seed in curves]
+        seconds, ends = _mean([taken for _, taken, _ in found]), _mean([last for _, _, last in found])
+        target = statistics.fmean(target for target, _, _ in found)
+        rows.append({**asdict(place), "what": f"seconds to {target:.4g}", **seconds})
+        rows.append({**asdict(place), "what": "metric at the end", **ends})
+        times[place] = seconds
+    return rows, times
+
+
+def part_rows(curves: Curves) -> list[Row]:
+    """A row for each variant of tide: its time to the target and its last metric in each place."""
+    rows: dict[str, Row] = {label: {"protocol": label, "tide": what} for label, what in PARTS.items()}
+    for place in curves[0]:
+        found = [compare(of_seed[place]) for of_seed in curves]
+        seconds, ends = _mean([taken for _, taken, _ in found]), _mean([last for _, _, last in found])
+        target = statistics.fmean(target for target, _, _ in found)
+        for label, row in rows.items():
+            row[f"{place.task}: seconds to {target:.4g}"] = seconds[label]
+            row[f"{place.task}: at the end"] = ends[label]
+    return list(rows.values())
+
+
+def disturbed_rows(curves: Curves) -> tuple[list[Row], dict[str, float]]:
+    """For each disturbance, the seconds of each protocol to what it reaches by itself undisturbed, and its last metric.
+
+    The ratios are the seconds over those of the undisturbed run.
+    """
+    rows: list[Row] = []
+    ratios: dict[str, float] = {}
+    undisturbed: dict[str, float] = {}
+    for place in sorted(curves[0], key=lambda place: place.disturbance != "none"):
+        calm = replace(place, disturbance="none")
+        if calm not in curves[0]:
+            continue  # nothing to compare with
+        seconds = _mean(
+            [
+                {
+                    label: seconds_to(own_target(of_seed[calm][label]), _smooth(curve))
+                    for label, curve in of_seed[place].items()
+                }
+                for of_seed in curves
+            ]
+        )
+        ends = _mean([compare(of_seed[place])[2] for of_seed in curves])
+        rows.append({"disturbance": place.disturbance, "what": "seconds to its own target", **seconds})
+        rows.append({"disturbance": place.disturbance, "what": "metric at the end", **ends})
+        if place == calm:
+            undisturbed = seconds
+        else:
+            ratios |= {f"{place.disturbance}, {label}": taken / undisturbed[label] for label, taken in seconds.items()}
+    return rows, ratios
+
+
+def own_target(curve: Curve) -> float:
+    """What a run has reached when only a last part of it is left."""
+    smooth = _smooth(curve)
+    end = smooth[-1][0] if smooth else 0.0
+    return min((value for seconds, value in smooth if seconds <= UNDISTURBED_SHARE * end), default=math.inf)
+
+
+def _mean(of_seeds: list[dict[str, float]]) -> dict[str, float]:
+    return {label: statistics.fmean(found[label] for found in of_seeds) for label in of_seeds[0]}
 
 
 def arrange(

@@ -11,10 +11,11 @@ from tether.core import settings
 
 
 def protocols() -> None:
-    """List the protocols with their options and defaults."""
+    """List the protocols with when to take them, their options and defaults."""
     for name, cls in protocol_names.known().items():
         docs = {field.name: field.metadata.get("doc", "") for field in fields(cls)}
-        _print_entry(name, cls.summary, settings.options(cls, docs))
+        _print_entry(name, f"{cls.summary}\n  for {cls.suits}", settings.options(cls, docs))
+    out.print("What the choice costs, in figures: docs/protocols.md", style="dim")
 
 
 def tasks() -> None:

@@ -26,6 +26,8 @@ class Options:
 
     name: ClassVar[str]
     summary: ClassVar[str]
+    #: when to take it
+    suits: ClassVar[str]
     messages: ClassVar[tuple[type[Message], ...]] = ()
     #: the node whose vector is the joint model; "": there is none, and the first node that finishes ends the run
     hub: ClassVar[str] = "hub"

@@ -127,6 +127,7 @@ class Elastic(Options):
 
     name = "elastic"
     summary = "workers train alone, each tied to a centre by an elastic force (EASGD, DeepSpark)"
+    suits = "workers that should need the hub rarely, each at times of its own"
     messages = (Ask, Centre, Difference)
 
     def __post_init__(self) -> None:

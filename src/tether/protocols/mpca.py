@@ -88,6 +88,7 @@ class Mpca(Circulation):
 
     name = "mpca"
     summary = "workers never stop; shards of the projected joint model circulate and pull (MPCA SGD)"
+    suits = "Spark, and whoever wants the published algorithm that never stops; it has no outer momentum, tide has"
     messages = (Projected, AreYouThere, Here)
 
     def __post_init__(self) -> None:

@@ -21,6 +21,7 @@ class Single(Options):
 
     name = "single"
     summary = "one worker, no exchange: the baseline"
+    suits = "one machine, or a baseline to compare with"
     hub = "worker-0"
     workers_max = 1
 

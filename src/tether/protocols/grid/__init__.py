@@ -123,6 +123,7 @@ class Grid(Options):
 
     name = "grid"
     summary = "no hub: nodes in a grid are tied to their rows and columns by quorum allreduces (BIDMach)"
+    suits = "machines that come and go, none of which must stay: there is no hub"
     messages = (Config, Welcome, Ready, NoWeights, RequestVote, Vote, Open, Slice, Mean, Report, Tally, Holdings)
     hub = ""
 

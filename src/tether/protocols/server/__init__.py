@@ -149,6 +149,10 @@ class Server(Options):
 
     name = "server"
     summary = "parameter server: the hub steps with the workers' gradients (Rudra, Downpour)"
+    suits = (
+        "one server with small mini-batches or a large embedding (sync=async, apply=inline), or a result "
+        "that equals one worker with a large mini-batch (sync=hard, rate=none)"
+    )
     messages = (Pull, Weights, Current, Refused, Push, DowncastArrived, Tally, Halt, Round, GetPart, Part)
 
     def machine(self, context: NodeContext) -> Machine:
