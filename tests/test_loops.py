@@ -302,7 +302,7 @@ def test_an_exception_in_the_loop_ends_the_run_and_names_the_line(tmp_path: Path
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
-def test_a_worker_that_is_killed_is_left_out(tmp_path: Path) -> None:
+def test_a_worker_that_is_killed_again_and_again_is_left_out(tmp_path: Path) -> None:
     script = """
         import os, signal
         with tether.join(model, optimizer):
@@ -314,7 +314,41 @@ def test_a_worker_that_is_killed_is_left_out(tmp_path: Path) -> None:
     """
     ended = launch(tmp_path, script, "-n", "2")
     assert "worker-1 was killed by SIGKILL; the others go on" in ended.stderr
+    assert "worker-1~4 is left out: its script was started 4 times" in ended.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def test_the_script_of_a_killed_worker_starts_again_and_goes_on_with_its_samples(tmp_path: Path) -> None:
+    """Under tau 1 a step that has returned is in the joint model, so what is written down after it counts."""
+    script = """
+        import os, pathlib, signal
+        loader = DataLoader(TensorDataset(torch.arange(256), inputs, labels), batch_size=8, sampler=tether.sampler(data))
+        first = not pathlib.Path(f"drawn-{tether.rank()}").exists()
+        with tether.join(model, optimizer), open(f"drawn-{tether.rank()}", "a") as drawn:
+            for epoch in range(3):
+                for number, x, y in loader:
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x), y).backward()
+                    optimizer.step()
+                    print(epoch, *number.tolist(), file=drawn, flush=True)
+                    if tether.rank() == KILLED and first and epoch == 1 and number.numel() and drawn.tell() > 800:
+                        os.kill(os.getpid(), signal.SIGKILL)
+        print("end", digest())
+    """
+    for killed in (1, 0):
+        folder = tmp_path / str(killed)
+        folder.mkdir()
+        chosen = script.replace("KILLED", str(killed))
+        ended = launch(folder, chosen, "-n", "2", "--protocol", "averaging", "--set", "tau=1")
+        assert f"worker-{killed} is replaced: its script starts again as worker-{killed}~2" in ended.stderr
+        assert "worker-" + f"{killed}~2 has joined" in ended.stderr
+        rows = [row.split() for rank in range(2) for row in (folder / f"drawn-{rank}").read_text().splitlines()]
+        seen = Counter((int(epoch), int(index)) for epoch, *indices in rows for index in indices)
+        assert seen == Counter((epoch, index) for epoch in range(3) for index in range(256))
+        figures = json.loads((folder / "run" / "run.json").read_text())["result"]
+        assert figures["samples"] == 3 * 256 // 8
+        own = (folder / "run" / "logs" / "worker-1~2.log").read_text() if killed else log(folder, 1)
+        assert ended.stdout.rpartition("end ")[2].strip() == own.rpartition("end ")[2].strip() != ""
 
 
 def test_an_interrupted_run_resumes_and_draws_every_sample_of_the_epochs_once(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ exchanged crosses in two ways, both on a stream of its own, while the device goe
 - To the host: the value is copied on the device first, in the order of the weights' changes, and this copy goes to
   pinned memory from which it is sent. `ToHost` is a copy under way.
 - To the device: a received value goes into new memory on the device, and is used there when it has arrived. Only what
-  was received crosses.
+  was received crosses. It lies in memory of a peer, which may go with the peer, and is therefore not pinned.
 
 A worker has several threads, and each has a stream of its own. Threads change the vector in turns, under the node's
 lock. The device must keep the order of these turns, although it works later than the threads: each turn begins with a
@@ -23,7 +23,8 @@ CUDA device yet; `tether doctor` checks it where there is one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -100,7 +101,12 @@ class Device:
         self.where = where
         self.bytes_to_host = 0
         self.bytes_to_device = 0
+        #: addresses of pinned memory: the first, and the one behind it
+        self._pinned: list[tuple[int, int]] = []
+        self._pins = True
         self._turn_end: Any = None
+        #: whether memory of the host lives as long as this process, so that it may be pinned
+        self.may_pin: Callable[[Tensor], bool] = lambda _: False
         self._open()
 
     # ---- what differs between devices ----
@@ -108,8 +114,6 @@ class Device:
     def _open(self) -> None:
         torch.accelerator.set_device_index(self.where)
         self._copying = torch.Stream(device=self.where)
-        #: addresses of pinned memory: the first, and the one behind it
-        self._pinned: list[tuple[int, int]] = []
 
     def adopt_thread(self) -> None:
         """Give the calling thread a stream of its own on this device."""
@@ -141,12 +145,26 @@ class Device:
         return values.to(self.where) if isinstance(values, nn.Module) else to_device(values, self.where)
 
     def _pin(self, host: Tensor) -> None:
-        """Let the device copy from and to this memory by itself. Memory that cannot be pinned is copied too."""
+        """Let the device copy to this memory by itself. Memory that cannot be pinned is copied too, only slower.
+
+        An address that stayed pinned after its memory was freed would lead the device to the wrong memory.
+        """
+        if self.where.type != "cuda" or not self._pins or not self.may_pin(host):
+            return
         start, stop = host.data_ptr(), host.data_ptr() + host.nbytes
         # CUDA refuses to pin memory twice, also parts of it
-        if self.where.type == "cuda" and all(stop <= first or end <= start for first, end in self._pinned):
-            self._pinned.append((start, stop))
-            torch.cuda.cudart().cudaHostRegister(start, host.nbytes, 0)  # type: ignore[no-untyped-call]
+        if all(stop <= first or end <= start for first, end in self._pinned):
+            failed = int(torch.cuda.cudart().cudaHostRegister(start, host.nbytes, 0))  # type: ignore[no-untyped-call]
+            if failed:
+                self._pins = False  # the system allows no more of it
+                print(f"memory cannot be pinned (CUDA error {failed}): copies to the host are slower", file=sys.stderr)
+            else:
+                self._pinned.append((start, stop))
+
+    def close(self) -> None:
+        """Give pinned memory back. No copy may be under way."""
+        while self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._pinned.pop()[0])  # type: ignore[no-untyped-call]
 
     # ---- turns ----
 
@@ -185,7 +203,6 @@ class Device:
         with self.on_copying_stream(self._turn_end):
             copies = []
             for value in values:
-                self._pin(value)
                 copy_ = self.empty(value.numel(), dtype=value.dtype).view(value.shape)
                 copies.append(copy_.copy_(value, non_blocking=True))
                 self.bytes_to_device += value.nbytes

@@ -273,6 +273,8 @@ class RunObserver:
             "bytes_sent": meter.bytes_sent,
             "bytes_received": meter.bytes_received,
             "bytes_saved": meter.bytes_saved,
+            "bytes_to_host": meter.bytes_to_host,
+            "bytes_to_device": meter.bytes_to_device,
             "gradients_skipped": meter.gradients_skipped,
             "gradients_refused": meter.gradients_refused,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -310,6 +311,10 @@ class RunPlan:
     @property
     def source(self) -> Any:
         return self.task.source
+
+    @property
+    def first_round(self) -> int:
+        return math.ceil(sum(stop - start for start, stop in self.schedule.counted) / self.workers)
 
     @property
     def scripted(self) -> bool:

@@ -94,7 +94,7 @@ class TiedLoop(Loop):
         self._replica = LoopReplica(model, optimizer, scheduler)
         self._replica.extra_state, self._replica.restore_extra = self._state, self._restore
         self._checked_at = 0.0
-        self._resumed = place.plan.restored is not None
+        self._resumed = place.plan.restored is not None or place.node.life > 1
         #: the steps of the schedule, and how many of them a resumed loop has not repeated yet
         self._schedule_calls = 0
         self._schedule_repeats = 0
@@ -108,6 +108,11 @@ class TiedLoop(Loop):
     def steps(self) -> int:
         """How many steps this process has made since the run began or was resumed."""
         return self._worker.steps
+
+    @property
+    def earlier_steps(self) -> int:
+        """The steps of the process that this one replaces which count."""
+        return self._worker.earlier_steps
 
     def close(self) -> None:
         if self.closed:
@@ -176,7 +181,7 @@ class TiedLoop(Loop):
         self._replica.pending_step, self._replica.returned = step, None
         goes_on = self._worker.step()
         for drawn in _samplers:
-            drawn.step_made(self.steps)
+            drawn.step_made(self.earlier_steps + self.steps)
         if not goes_on:
             self._end()
             raise KeyboardInterrupt("the run has ended")
@@ -295,7 +300,12 @@ def sampler(dataset: Any) -> Sampler[int]:
     number = len(_samplers)
     _samplers.append(made)
     made.resume(where.plan.drawn_by(number))
+    made.keep(where.spec.directory / f"samples-{rank()}-{number}", _earlier_steps if where.node.life > 1 else None)
     return made
+
+
+def _earlier_steps() -> int:
+    return _loop.earlier_steps if isinstance(_loop, TiedLoop) else 0
 
 
 def _joined(what: str) -> Loop:

@@ -9,13 +9,17 @@ number of processes may be another one.
 
 How far a process is follows from its optimizer steps. A DataLoader with workers draws ahead of the loop; the sampler
 learns how many samples a step takes from the draws between the first two steps of an epoch.
+
+A process that replaces one which has died continues the share of that one, after the steps of it that count. Where
+each step left the sampler is in a file that outlives the process.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -68,18 +72,28 @@ class SharedSampler(Sampler[int]):
         self._stepped = 0
         #: for the latest steps of this process: the step, the epoch, and the samples of it that were stepped with
         self._marks: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MARKS_KEPT)
+        #: where a process that is replaced was: the epoch, and the samples of it that count
+        self._begin = (0, 0)
+        self._skipped = 0
+        self._journal: BinaryIO | None = None
+        self._journal_path: Path | None = None
+        self._earlier: Callable[[], int] | None = None
 
     def __len__(self) -> int:
         """The length of this process's share of a whole epoch."""
         return len(range(self._rank, self._length, self._world_size))
 
     def __iter__(self) -> Iterator[int]:
+        if self._earlier is not None:
+            self._take_over(self._earlier())
         self._epoch += 1
         share = left_in_epoch(self._length, self._seed, self._epoch, self._parts)[self._rank :: self._world_size]
         self._share, self._drawn, self._drawn_at_step, self._epoch_steps, self._stepped = len(share), 0, 0, 0, 0
-        if self._marks[-1][1] != self._epoch:
-            self._marks.append((self._marks[-1][0], self._epoch, 0))
-        return self._draw(share.tolist(), self._epoch)
+        epoch, count = self._begin
+        self._skipped = min(len(share), len(share) if self._epoch < epoch else count if self._epoch == epoch else 0)
+        if self._marks[-1][1] < self._epoch:
+            self._mark(self._marks[-1][0], self._epoch, 0)
+        return self._draw(share[self._skipped :].tolist(), self._epoch)
 
     def _draw(self, share: list[int], epoch: int) -> Iterator[int]:
         for index in share:
@@ -101,13 +115,40 @@ class SharedSampler(Sampler[int]):
             self._per_step = since
             self._ahead = max(0, self._stepped - since)
             first = self._stepped - self._ahead
-            if self._marks[-1] == (step - 1, self._epoch, self._stepped):
-                self._marks[-1] = (step - 1, self._epoch, first)
+            if self._marks[-1] == (step - 1, self._epoch, self._skipped + self._stepped):
+                self._marks.pop()
+                self._mark(step - 1, self._epoch, self._skipped + first)
             self._stepped = first + since
         else:
             self._stepped += since or self._per_step
-        self._stepped = min(self._stepped, self._share)
-        self._marks.append((step, self._epoch, self._stepped))
+        self._stepped = min(self._stepped, self._share - self._skipped)
+        self._mark(step, self._epoch, self._skipped + self._stepped)
+
+    def _mark(self, *mark: int) -> None:
+        step, epoch, count = mark
+        self._marks.append((step, epoch, count))
+        if self._journal is None and self._journal_path is not None:
+            self._journal = self._journal_path.open("ab", buffering=0)
+        if self._journal is not None:
+            self._journal.write(np.array(mark, np.int64).tobytes())
+
+    def keep(self, journal: Path, earlier: Callable[[], int] | None) -> None:
+        """Write every mark to a file. `earlier`: this process replaces another, of whose steps so many count."""
+        self._journal_path, self._earlier = journal, earlier
+
+    def _take_over(self, steps: int) -> None:
+        """Continue after these steps of the process that was replaced."""
+        self._earlier = None
+        assert self._journal_path is not None
+        if not self._journal_path.exists():
+            return
+        written = np.frombuffer(
+            self._journal_path.read_bytes()[: self._journal_path.stat().st_size // 24 * 24], np.int64
+        )
+        for step, epoch, count in written.reshape(-1, 3).tolist():
+            if step <= steps:
+                self._marks.append((step, epoch, count))
+        self._begin = self._marks[-1][1:]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""

@@ -20,12 +20,13 @@ class Worker:
     def __init__(self, place: Place, replica: LoopReplica, protocol: Options | None) -> None:
         """Describe the model or compare it with that of the first process, and wait until the run begins."""
         plan = place.plan
-        if place.node.index == 0:
+        if place.node.index == 0 and place.node.life == 1:
             plan.describe(place.spec.directory, replica, protocol)
         while plan.complete(place.spec.directory) is None:
             time.sleep(0.01)
         plan.take_model(place.spec.directory, replica)
-        node = next(node for node in plan.nodes if node.name == place.node.name)
+        # a successor is not in the plan
+        node = next((node for node in plan.nodes if node.name == place.node.name), place.node)
         self.context: zmq.Context[Any] = zmq.Context()
         self._node = ScriptNode(place.spec, node, self.context)
         self._node.join()
@@ -33,6 +34,11 @@ class Worker:
     @property
     def steps(self) -> int:
         return self._node.steps
+
+    @property
+    def earlier_steps(self) -> int:
+        """The steps of the process that this one replaces which count."""
+        return self._node.earlier_steps
 
     def step(self) -> bool:
         """One optimizer step; False if the run is over."""

@@ -95,6 +95,11 @@ class Plan(Protocol):
         ...
 
     @property
+    def first_round(self) -> int:
+        """If workers have data of their own: how many mini-batches of each place count already."""
+        ...
+
+    @property
     def scripted(self) -> bool:
         """Workers run a script of the user's, whose own loop makes the steps."""
         ...

@@ -25,7 +25,8 @@ class Local:
     workers: int = 2
     #: intra-operation threads of torch in each process
     threads: int = 1
-    #: how often a run that has lost its hub or all its workers resumes by itself, from its last checkpoint
+    #: how often a run that has lost its hub or all its workers resumes by itself, from its last checkpoint, and how often
+    #: the script of a launched process that has died is started again
     restarts: int = 3
     #: a process that has not responded or made progress for this long is killed; a step may take five times as long as
     #: the longest so far if that is more
@@ -46,7 +47,11 @@ class Local:
             check_device(self.device)
 
     def execute(self, plan: Plan, observer: Observer) -> Outcome:
-        driver = (ScriptDriver if plan.scripted else Driver)(plan, observer, self.hung_seconds)
+        driver: Driver
+        if plan.scripted:
+            driver = ScriptDriver(plan, observer, self.hung_seconds, self.restarts)
+        else:
+            driver = Driver(plan, observer, self.hung_seconds)
         with ExitStack() as at_the_end:
             at_the_end.callback(driver.close)
             if plan.shares:  # the vector of all nodes, which outlives each of them

@@ -113,6 +113,11 @@ class Memory:
             self._region[number] = 1
         return Loan(number, position, len(source))
 
+    def holds(self, values: Tensor) -> bool:
+        """Whether these values are in the region, which lives as long as the process."""
+        with self._lock:
+            return self._block_at(values.data_ptr() - self._address) is not None
+
     def is_lent(self, values: Tensor) -> bool:
         """Whether a peer may be reading these values."""
         with self._lock:

@@ -106,6 +106,7 @@ class NodeProcess:
         empty = self.memory.empty if self.device is None else self.device.empty
         machine, replica = plan.build(node, empty, shared, device)
         if self.device is not None:
+            self.device.may_pin = self.memory.holds
             self._courier = Courier(self.device, self.memory.empty, self.lock, self.fail)
         recorder = plan.recorder(node, replica)
         # a replay must find the same weights at every event, so nothing may change them in between
@@ -220,6 +221,8 @@ class NodeProcess:
         self._interpreter.replica.close()
         if self._courier is not None:
             self._courier.close()
+        if self.device is not None:
+            self.device.close()
         if self._pool is not None:
             self._pool.close()
         with self.lock:  # the pool's last work may still send something

@@ -1,14 +1,16 @@
 """The caller's side of a run whose workers are processes that run a script of the user's.
 
-It differs from the driver of other runs in four ways. The hub starts when the first worker has joined and has described
-its model. The run ends when the loops of all workers have ended. Every worker is then given the joint model. And a
-script may go on after the end of the run, for as long as it likes.
+It differs from the driver of other runs in five ways. The hub starts when the first worker has joined and has described
+its model. The run ends when the loops of all workers have ended. Every worker is then given the joint model. A
+script may go on after the end of the run, for as long as it likes. And a script that dies is started again: its
+successor has its rank, and begins with the joint model.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from tether.core.machine import Node
 from tether.core.message import Message
@@ -26,10 +28,12 @@ LOOPS_ENDED = "all loops have ended"
 class ScriptDriver(Driver):
     """One run."""
 
-    def __init__(self, plan: Plan, observer: Observer, hung_seconds: float) -> None:
+    def __init__(self, plan: Plan, observer: Observer, hung_seconds: float, restarts: int) -> None:
+        """The script of each rank is started again up to `restarts` times."""
         super().__init__(plan, observer, hung_seconds, types=control.FROM_SCRIPT)
         # a script may prepare its data for as long as it likes before it joins
         self._watchdog = Watchdog(hung_seconds, start_seconds=math.inf)
+        self._restarts = restarts
         self._contributed: set[str] = set()
         self._exits: dict[str, NodeExited] = {}
 
@@ -65,13 +69,32 @@ class ScriptDriver(Driver):
                 self._observer.measured(step, metrics, now, final=final)
 
     def _handle_exit(self, exited: NodeExited) -> None:
-        self._exits[exited.name] = exited
-        super()._handle_exit(exited)
-        if self._began:
-            self._stop_if_all_have_ended()
+        node, lived = self._nodes[exited.name], exited.name in self._living
+        self._exits[node.name] = exited
+        # the run goes on without a successor that dies before it has joined
+        super()._handle_exit(replace(exited, replaced=exited.replaced or node.life > 1))
+        if not self._began:
+            return
+        died = lived and node.name not in self._living and node.computes and exited.how != "exited with status 0"
+        if died and not self._stopping and not self._no_workers_error and node.name not in self._contributed:
+            self._replace(node)
+        self._stop_if_all_have_ended()
+
+    def _replace(self, node: Node) -> None:
+        if node.life > self._restarts:
+            self._observer.note(f"{node.name} is left out: its script was started {node.life} times")
+            return
+        successor = node.successor()
+        self._nodes[successor.name] = successor
+        self._launchers[successor.name] = launcher = self._launchers[node.name]
+        self._living.add(successor.name)
+        launcher.start([successor])
+        self._watchdog.started([successor.name])
+        self._observer.note(f"{node.name} is replaced: its script starts again as {successor.name}")
 
     def _stop_if_all_have_ended(self) -> None:
-        if not self._stopping and self._workers() and self._workers() <= self._contributed:
+        starting = any(self._nodes[name].computes for name in self._living - self._ready)
+        if not self._stopping and not starting and self._workers() and self._workers() <= self._contributed:
             self._stopping = True
             for name in [self._plan.hub] if self._plan.hub else sorted(self._workers()):
                 self._outbox.send(name, control.Stop(LOOPS_ENDED))

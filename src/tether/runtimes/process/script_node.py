@@ -37,6 +37,12 @@ class ScriptNode(NodeProcess):
         self._working_since = 0.0
         self._exchange_seconds = 0.0
         self.steps = 0
+        #: the steps of the process that this one replaces which count, and how many places the run has
+        self.earlier_steps = 0
+        self._replaces = node.life > 1
+        self._world = sum(other.computes for other in spec.plan.nodes)
+        #: as many mini-batches of each place counted when the run was resumed
+        self._first_round = spec.plan.first_round
         self._said_bye = False
 
     @property
@@ -50,7 +56,9 @@ class ScriptNode(NodeProcess):
         self._link.start()
         self._pulse.start()
         with self.lock:
-            self._wait_for_request()
+            if self._wait_for_request() and self._replaces and self._compute is not None:
+                # the mini-batches of a place are numbered, and those that count are not dealt again
+                self.earlier_steps = max(0, self._compute.batch // self._world - self._first_round)
 
     def step(self) -> bool:
         """The user has a gradient: step, exchange, and wait until the next one is wanted. False if the run is over."""
@@ -101,7 +109,7 @@ class ScriptNode(NodeProcess):
     def measured(self, metrics: dict[str, float]) -> None:
         """Put metrics of the joint model into the run's metrics."""
         with self.lock:
-            self._report(control.Measured(self.steps, metrics, self._over, self.now()))
+            self._report(control.Measured(self.earlier_steps + self.steps, metrics, self._over, self.now()))
 
     def _take_joint(self, weights: Tensor | None) -> None:
         self._joint = weights
