@@ -322,7 +322,8 @@ def test_the_script_of_a_killed_worker_starts_again_and_goes_on_with_its_samples
     """Under tau 1 a step that has returned is in the joint model, so what is written down after it counts."""
     script = """
         import os, pathlib, signal
-        loader = DataLoader(TensorDataset(torch.arange(256), inputs, labels), batch_size=8, sampler=tether.sampler(data))
+        numbered = TensorDataset(torch.arange(256), inputs, labels)
+        loader = DataLoader(numbered, batch_size=8, sampler=tether.sampler(data))
         first = not pathlib.Path(f"drawn-{tether.rank()}").exists()
         with tether.join(model, optimizer), open(f"drawn-{tether.rank()}", "a") as drawn:
             for epoch in range(3):

@@ -51,7 +51,6 @@ from tether.runtimes.process.agent import (
 from tether.runtimes.process.agents import Agent, AgentLauncher, check_apart, launchers
 from tether.runtimes.process.driver import Driver, check_processes
 from tether.runtimes.process.handshake import AuthenticatedConnection, Keys, authenticate
-from tether.runtimes.process.launcher import Launcher
 from tether.runtimes.process.link import Inbox, Outbox, is_power_of_ten
 from tether.runtimes.process.liveness import Watchdog
 from tether.runtimes.process.spec import NodeSpec

@@ -25,8 +25,8 @@ class Local:
     workers: int = 2
     #: intra-operation threads of torch in each process
     threads: int = 1
-    #: how often a run that has lost its hub or all its workers resumes by itself, from its last checkpoint, and how often
-    #: the script of a launched process that has died is started again
+    #: how often a run that has lost its hub or all its workers resumes by itself, from its last checkpoint, and how
+    #: often the script of a launched process that has died is started again
     restarts: int = 3
     #: a process that has not responded or made progress for this long is killed; a step may take five times as long as
     #: the longest so far if that is more
