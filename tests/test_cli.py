@@ -361,7 +361,7 @@ WRONG = [
     ("train digits --set compress=zip", "compress of protocol tide is 'zip'; expected none | fp16 | bf16 | int8"),
     ("train digits --protocol single --set compress=int8", "single sends nothing"),
     ("train digits --set tau", "write it like --set tau=10"),
-    ("train digits --on mars", "unknown runtime 'mars'; known: cluster, local, sim"),
+    ("train digits --on mars", "unknown runtime 'mars'; known: cluster, local, ray, sim"),
     ("train digits --link 1gbit", "add --on sim"),
     ("train digits --on sim --link 1foo", "such as 1gbit"),
     ("train digits --on sim --latency fast", "such as 0.2ms"),

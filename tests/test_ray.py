@@ -97,7 +97,8 @@ def test_a_killed_actor_and_the_actors_of_a_killed_raylet_are_noticed_and_replac
     assert len(noticed) >= 2
     for killed, told in zip(killer.kills, noticed, strict=False):
         assert told - killed < at_this_load(2.0)
-    replaced = tether.resume(tmp_path / "run", Blobs(), workers=2, steps=100, progress=make_progress(quiet=True))
+    steps = result.figures["steps"] + 100
+    replaced = tether.resume(tmp_path / "run", Blobs(), workers=2, steps=steps, progress=make_progress(quiet=True))
     assert replaced.figures["workers"] == 2 and replaced.metrics["error"] < 0.1
 
 

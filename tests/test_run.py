@@ -565,8 +565,8 @@ def test_names_mean_the_same_in_python_and_on_the_command_line(tmp_path: Path) -
         lasting = {"epochs", "steps", "until", "seconds", "patience", "workers", "master"}
         assert lasting <= set(inspect.signature(function).parameters) and lasting <= options
     for wrong, complaint in (
-        ({"on": "cloud"}, "unknown runtime 'cloud'; known: cluster, local, sim, spark"),
-        ({"on": Sim(workers=2), "workers": 3}, "workers, master and device belong to the runtime"),
+        ({"on": "cloud"}, "unknown runtime 'cloud'; known: cluster, local, ray, sim, spark"),
+        ({"on": Sim(workers=2), "workers": 3}, "workers, master, address and device belong to the runtime"),
         ({"on": "sim", "master": "local"}, "master: only a Spark cluster has that"),
         ({"protocol": "mcpa"}, "Did you mean 'mpca'"),
     ):
