@@ -6,9 +6,7 @@ import importlib.util
 import json
 import math
 import random
-import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from tether.caffe.schema import message
 from tether.caffe.solver import CaffeSolver, Policy, slots
 from tether.caffe.task import parse_sources
 from tether.caffe.weights import SolverState, load_weights, read_blobs, read_state, write_state, write_weights
-from tether.cli import app as cli
 from tether.execution.progress import make_progress
 from tether.task import Length
 
@@ -564,24 +561,6 @@ def test_a_solver_trains_under_protocols_that_step_at_workers_and_at_the_hub(
     assert loaded.loaded == ("ip",) and not loaded.fresh
     for name, value in found.model.state_dict().items():
         torch.testing.assert_close(state[name], value)
-
-
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """Runs a command line in the folder of the test; returns its output, or its error if it failed."""
-    monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
-
-    def call(line: str) -> str:
-        monkeypatch.setattr("sys.argv", ["tether", *line.split()])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said, wrong = capsys.readouterr()
-        return str(wrong if ended.value.code else said)
-
-    yield call
-    signal.signal(signal.SIGTERM, before)
 
 
 SIM = "train solver.prototxt --protocol single --on sim --json"

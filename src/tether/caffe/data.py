@@ -11,11 +11,11 @@ import os
 import random
 import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 from zipfile import BadZipFile
 
 import numpy as np
@@ -199,7 +199,7 @@ class _Lmdb:
 
     def get(self, key: bytes) -> bytes:
         with self.opened.begin() as transaction:
-            return bytes(transaction.get(key))
+            return bytes(transaction.get(key) or b"")
 
 
 class _LevelDb:
@@ -214,8 +214,8 @@ class _LevelDb:
             import plyvel
         except ImportError:
             raise missing_extra("plyvel", "caffe") from None
-        self._folder = tempfile.TemporaryDirectory(prefix="tether-leveldb-", ignore_cleanup_errors=True)
-        copy = Path(self._folder.name)
+        copy = Path(tempfile.mkdtemp(prefix="tether-leveldb-"))
+        weakref.finalize(self, _remove, copy, os.getpid())
         try:
             for file in path.iterdir():
                 if file.suffix in (".ldb", ".sst"):
@@ -233,8 +233,13 @@ class _LevelDb:
         return bytes(self.opened.get(key))
 
 
+def _remove(folder: Path, process: int) -> None:
+    if process == os.getpid():  # a child after a fork has the same duty on its list
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 #: by path and process: a database must not be opened twice in a process, or be used in a child after a fork
-_OPEN: WeakValueDictionary[tuple[str, int], _Lmdb | _LevelDb] = WeakValueDictionary()
+_OPEN: weakref.WeakValueDictionary[tuple[str, int], _Lmdb | _LevelDb] = weakref.WeakValueDictionary()
 
 
 class ImageListData:

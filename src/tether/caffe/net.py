@@ -105,8 +105,8 @@ class Net(nn.Module):
             raise UsageError(f"it has the same top twice: {', '.join(tops)}")
         for name in spec.bottom:
             if name not in values:
-                known = self._makers.get(name) or f"there are {', '.join(values) or 'none'}.{guess(name, values)}"
-                raise UsageError(f"there is no blob {name!r} above it; {known}")
+                hint = self._makers.get(name) or f"there are {', '.join(values) or 'none'}.{guess(name, values)}"
+                raise UsageError(f"there is no blob {name!r} above it; {hint}")
         for name in tops:
             if name in values and name not in spec.bottom:
                 raise UsageError(f"an earlier layer has the top {name!r} too: give each its own name")

@@ -88,10 +88,10 @@ class Im2col(Layer):
         param = spec.convolution_param
         if bottoms[0].ndim != 4 or param.axis != 1:
             raise UsageError("the bottom must have the axes (n, channel, height, width)")
-        self.kernel = [positive(value, "kernel_size") for value in _spatial(param, "kernel_size", 2, None)]
-        self.stride = [positive(value, "stride") for value in _spatial(param, "stride", 2, 1)]
-        self.dilation = [positive(value, "dilation") for value in _spatial(param, "dilation", 2, 1)]
-        self.pad = _spatial(param, "pad", 2, 0)
+        self.kernel = tuple(positive(value, "kernel_size") for value in _spatial(param, "kernel_size", 2, None))
+        self.stride = tuple(positive(value, "stride") for value in _spatial(param, "stride", 2, 1))
+        self.dilation = tuple(positive(value, "dilation") for value in _spatial(param, "dilation", 2, 1))
+        self.pad = tuple(_spatial(param, "pad", 2, 0))
 
     def forward(self, bottom: Tensor) -> Tensor:
         columns = functional.unfold(bottom, self.kernel, self.dilation, self.pad, self.stride)

@@ -66,9 +66,9 @@ def text(kind, body, bottoms, tops):
         parts.append(
             f'layer {{ name: "in{number}" type: "Input" top: "in{number}" input_param {{ shape {{ {dims} }} }} }}'
         )
-    names = ['bottom: "in%d"' % number for number in range(len(bottoms))] + ['top: "out%d"' % n for n in range(tops)]
+    names = [f'bottom: "in{number}"' for number in range(len(bottoms))] + [f'top: "out{n}"' for n in range(tops)]
     if kind in GRADIENTS:
-        names += ["propagate_down: %s" % str(n < GRADIENTS[kind]).lower() for n in range(len(bottoms))]
+        names += [f"propagate_down: {str(n < GRADIENTS[kind]).lower()}" for n in range(len(bottoms))]
     parts.append('layer {{ name: "it" type: "{}" {} {} }}'.format(kind, " ".join(names), body))
     return "\n".join(parts) + "\n"
 
@@ -87,21 +87,21 @@ def compute(number, kind, body, bottoms, tops, phase, backward):
         if drawn is not None:
             blob.data[...] = drawn
     for index, value in enumerate(inputs):
-        net.blobs["in%d" % index].data[...] = value
+        net.blobs[f"in{index}"].data[...] = value
     net.forward()
-    found = {"top%d" % index: net.blobs["out%d" % index].data.copy() for index in range(tops)}
+    found = {f"top{index}": net.blobs[f"out{index}"].data.copy() for index in range(tops)}
     if kind == "BatchNorm":
-        found.update(("after%d" % index, blob.data.copy()) for index, blob in enumerate(parameters))
+        found.update((f"after{index}", blob.data.copy()) for index, blob in enumerate(parameters))
     if backward:
         if not kind.endswith("Loss"):
             for index in range(tops):
-                blob = net.blobs["out%d" % index]
+                blob = net.blobs[f"out{index}"]
                 blob.diff[...] = random.randn(*blob.data.shape)
         net._backward(len(net.layers) - 1, 0)
         for index in range(min(GRADIENTS.get(kind, 99), len(bottoms))):
-            found["grad%d" % index] = net.blobs["in%d" % index].diff.copy()
+            found[f"grad{index}"] = net.blobs[f"in{index}"].diff.copy()
         if kind != "BatchNorm":
-            found.update(("param%d" % index, blob.diff.copy()) for index, blob in enumerate(parameters))
+            found.update((f"param{index}", blob.diff.copy()) for index, blob in enumerate(parameters))
     return found
 
 
@@ -116,7 +116,7 @@ if __name__ == "__main__":
             np.savez("/tmp/oracle.npz", **compute(*case))
             os._exit(0)
         if os.waitpid(child, 0)[1]:
-            sys.exit("Caffe refuses case %d: %s" % (case[0], case[1:]))
+            sys.exit(f"Caffe refuses case {case[0]}: {case[1:]}")
         with np.load("/tmp/oracle.npz") as one:
-            results.update(("%d/%s" % (case[0], name), one[name]) for name in one)
+            results.update((f"{case[0]}/{name}", one[name]) for name in one)
     np.savez_compressed(os.path.join(HERE, "layers.npz"), **results)
