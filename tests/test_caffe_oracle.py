@@ -81,8 +81,8 @@ def test_every_layer_has_caffes_values_and_gradients(oracle: Any, tmp_path: Path
             if mine.shape != values.shape or not np.allclose(mine, values, rtol=2e-4, atol=2e-5):
                 wrong.append((case, name, mine, values))
     assert not wrong, wrong[:2]
-    # Caffe itself has these without a result: it draws or has no implementation for the processor
-    assert set(LAYERS) - {case[1] for case in cases} <= {"DummyData"}
+    # DummyData draws its values, and the others are names of forks
+    assert set(LAYERS) - {case[1] for case in cases} == {"DummyData", "DepthwiseConvolution", "ConvolutionDepthwise"}
 
 
 @pytest.fixture
@@ -106,6 +106,20 @@ def test_databases_that_caffe_has_written_have_caffes_pictures(folder: Path, pha
         encoded = open_feeds(source, state_of(source.net, "TEST"), {})[0]
         apart = feed.data[3][0].float() - encoded.data[3][0].float()
         assert feed.data[3][0].shape == (3, 18, 16) and 0 < apart.abs().mean() < 10
+
+
+def test_a_list_of_pictures_has_them_decoded_and_resized_as_in_caffes_database(folder: Path) -> None:
+    (folder / "list.prototxt").write_text(
+        'layer { name: "data" type: "ImageData" top: "data" top: "label" image_data_param { source: "pictures.txt" '
+        'batch_size: 1 root_folder: "pictures/" new_height: 18 new_width: 16 } }'
+    )
+    listed = read_net(folder / "list.prototxt")
+    stored = read_net(folder / "net.prototxt")
+    one = open_feeds(listed, state_of(listed.net, "TRAIN"), {})[0].data
+    other = open_feeds(stored, state_of(stored.net, "TRAIN"), {})[0].data
+    assert len(one) == len(other) == 6
+    for number in range(6):
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(one[number], other[number], strict=True))
 
 
 def same(one: dict[str, list[Any]], other: dict[str, list[Any]]) -> bool:

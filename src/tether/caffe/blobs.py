@@ -35,11 +35,14 @@ def hdf5_datasets(path: Path) -> dict[str, Any]:
         raise missing_extra("h5py", "caffe") from None
     found: dict[str, Any] = {}
 
-    def visit(name: str, item: Any) -> None:
+    def visit(name: str | bytes, item: Any) -> None:
         if isinstance(item, h5py.Dataset):
-            found[name] = item[()]
+            if item.nbytes > 100 * size:
+                raise ValueError(f"{name!r} has the shape {item.shape}, and the file {size} bytes")
+            found[name if isinstance(name, str) else name.decode("latin-1")] = item[()]
 
     try:
+        size = path.stat().st_size
         with h5py.File(path, "r") as file:
             file.visititems(visit)
     except (OSError, RuntimeError, ValueError, KeyError, TypeError) as error:

@@ -21,7 +21,6 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from tether.caffe.blobs import blob_array, parse_binary
 from tether.caffe.reading import find_file
@@ -69,6 +68,26 @@ def decode_image(content: bytes, what: str, color: bool | None = None) -> Array:
         return pixels[None]
     order = [2, 1, 0, 3][: pixels.shape[2]]
     return np.ascontiguousarray(pixels[:, :, order].transpose(2, 0, 1))
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """An image of bytes in another size: bilinear without smoothing, with OpenCV's integers and their rounding."""
+    rows, columns = _neighbours(image.shape[1], height), _neighbours(image.shape[2], width)
+    values = image.to(torch.int64)
+    across = sum(values[:, :, place] * share for place, share in columns)
+    assert isinstance(across, Tensor)
+    down = sum(((across[:, place] >> 4) * share.unsqueeze(1)) >> 16 for place, share in rows)
+    return ((down + 2) >> 2).clamp(0, 255).to(torch.uint8)
+
+
+def _neighbours(size: int, wanted: int) -> list[tuple[Tensor, Tensor]]:
+    """For each place along an axis, the two that it lies between, and their shares of 2048."""
+    places = ((torch.arange(wanted, dtype=torch.float64) + 0.5) * (size / wanted) - 0.5).float()
+    first = places.floor()
+    part = torch.where((first < 0) | (first >= size - 1), 0.0, places - first)
+    first = first.long().clamp(0, size - 1)
+    shares = ((1 - part) * 2048).round().long(), (part * 2048).round().long()
+    return [(first, shares[0]), ((first + 1).clamp(max=size - 1), shares[1])]
 
 
 def read_mean(path: Path) -> Tensor:
@@ -269,11 +288,7 @@ class ImageListData:
             raise UsageError(f"{self.near} lists {name!r}, and there is no {self.root + name}")
         image = torch.from_numpy(decode_image(found.read_bytes(), str(found), bool(self.color)).copy())
         if self.size[0]:
-            # bilinear without smoothing, as OpenCV does it
-            resized = functional.interpolate(
-                image.unsqueeze(0).float(), self.size, mode="bilinear", align_corners=False
-            )
-            image = resized[0].round().to(torch.uint8)
+            image = resize(image, *self.size)
         return image, torch.tensor(float(label))
 
 
