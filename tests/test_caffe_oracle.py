@@ -148,5 +148,7 @@ def test_a_solver_ends_where_caffes_own_does_from_its_weights_and_from_its_snaps
 @pytest.mark.parametrize("name", ["trained_iter_12.caffemodel", "hdf5_iter_12.caffemodel.h5"])
 def test_weights_that_caffe_has_trained_score_what_they_did_there(folder: Path, command: Any, name: str) -> None:
     metrics = json.loads(command(f"caffe score --model net.prototxt --weights {name} --json"))["metrics"]
+    Path("other.prototxt").write_text(Path("net.prototxt").read_text().replace('name: "', 'name: "my_'))
+    assert "has no layer of this net" in command(f"caffe score --model other.prototxt --weights {name}")
     expected = json.loads(Path("solver.json" if "trained" in name else "solver_hdf5.json").read_text())
     assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-4)

@@ -47,7 +47,10 @@ class CaffeTask(Task):
         self._elsewhere = parse_sources(sources)
         self._file = read_solver(self.path)
         settings = self._file.solver
-        self.policy = Policy.of(settings)
+        try:
+            self.policy = Policy.of(settings)
+        except UsageError as error:
+            raise UsageError(f"{self.path}: {error}") from None
         if iterations not in ("each", "all"):
             raise unknown("value of iterations", iterations, ("each", "all"))
         if not 0 < rate < math.inf:

@@ -156,7 +156,10 @@ def score(
             f"{model} has no data layer in phase TEST, so there is nothing to test on: name a train_val file"
         )
     net = Net(source, state, {feed.name: feed.shapes for feed in feeds}).fill()
-    err.print(f"{weights}: {load_weights(net, weights)}", highlight=False, markup=False)
+    loaded = load_weights(net, weights)
+    if not loaded.loaded:
+        raise UsageError(f"{weights} has no layer of this net; it has {', '.join(loaded.unused)}")
+    err.print(f"{weights}: {loaded}", highlight=False, markup=False)
     count = batches or max(1, math.ceil(len(feeds[0].data) / feeds[0].batch_size))
     found = measure(net, feeds, count)
     if as_json:
