@@ -1,21 +1,27 @@
-"""`tether protocols` and `tether tasks`: what there is to choose from."""
+"""`tether protocols` and `tether tasks`: the protocols and tasks to choose from."""
 
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Annotated
+
+import typer
 
 from tether import protocols as protocol_names
 from tether import tasks as task_names
+from tether.cli.build import protocol_class
 from tether.cli.output import out
 from tether.core import settings
 
 
-def protocols() -> None:
-    """List the protocols with when to take them, their options and defaults."""
-    for name, cls in protocol_names.known().items():
+def protocols(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="List only this protocol.")] = None,
+) -> None:
+    """List the protocols: when to choose each, its options and their defaults."""
+    for cls in [protocol_class(name)] if name is not None else protocol_names.known().values():
         docs = {field.name: field.metadata.get("doc", "") for field in fields(cls)}
-        _print_entry(name, f"{cls.summary}\n  for {cls.suits}", settings.options(cls, docs))
-    out.print("What the choice costs, in figures: docs/protocols.md", style="dim")
+        _print_entry(cls.name, f"{cls.summary}\n  for {cls.suits}", settings.options(cls, docs))
+    out.print("How they compare, in figures: docs/protocols.md", style="dim")
 
 
 def tasks() -> None:

@@ -18,7 +18,9 @@ from tether.tasks.text import CLASSIFIER, Classifier
 
 def export(
     run_dir: RunOrUrlArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to: model.safetensors, or model.pt.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to write, such as model.safetensors or model.pt.")
+    ],
 ) -> None:
     """Write the model of a run to one file, which safetensors or torch.load reads without Tether."""
     tensors, _ = api.trained_model(run_dir)
@@ -29,10 +31,10 @@ def export(
 
 def classify(
     run_dir: RunOrUrlArgument,
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="The texts, each in quotes.")],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Texts to classify, each in quotes.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Classify texts with the model of a run of task text; prints label, probability and text."""
+    """Classify texts with a model that task text has trained; print label, probability and text."""
     found = [answers[0] for answers in _classifier(run_dir).classify(texts, top=1)]
     if as_json:
         rows = [
@@ -46,7 +48,7 @@ def classify(
 
 
 def _classifier(run_dir: str) -> Classifier:
-    """Of a run, or of a folder that has only a classifier, as the service gives out."""
+    """The classifier of a run, or of a folder with only a classifier, as downloaded from the service."""
     if (Path(run_dir) / CLASSIFIER).is_file():
         return Classifier.load(run_dir)
     files = api.task_files(run_dir)

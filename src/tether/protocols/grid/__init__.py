@@ -107,7 +107,7 @@ class Grid(Options):
     )
     steps_per_round: int | Literal["auto"] = option(
         "auto",
-        "steps of every node between two rounds of a line; 'auto': at least one, and as many as the network needs",
+        "steps of every node between two rounds of a line; 'auto': at least one, more on a slow network",
     )
     rounds_in_flight: int = option(1, "rounds of a line that may be under way at a time")
     scatter_quorum: float = option(0.5, "share of a line whose slices are enough after the time-out")
@@ -122,8 +122,8 @@ class Grid(Options):
     )
 
     name = "grid"
-    summary = "no hub: nodes in a grid are tied to their rows and columns by quorum allreduces (BIDMach)"
-    suits = "machines that come and go, none of which must stay: there is no hub"
+    summary = "no hub: the nodes of each row and column of a grid average by quorum allreduces (BIDMach)"
+    suits = "machines that come and go: no machine must stay, because there is no hub"
     messages = (Config, Welcome, Ready, NoWeights, RequestVote, Vote, Open, Slice, Mean, Report, Tally, Holdings)
     hub = ""
 
