@@ -198,7 +198,7 @@ class Device:
     def to_device(self, values: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
         """Copy values to new memory on the device; to be called under the node's lock.
 
-        The memory may have been used by an earlier turn, hence the copies begin when the last one has ended.
+        The memory may have been used by an earlier turn, so the copies begin when its last use has ended.
         """
         with self.on_copying_stream(self._turn_end):
             copies = []

@@ -48,7 +48,7 @@ sends its own instead. A candidate wins with the votes of more than half of its 
 Raft, or with those of all its living members. So of the candidates with one configuration, no two that live can win the
 same term: two majorities would share a voter, and each living candidate has voted for itself. If the dead master has
 told only some nodes of its last configuration, the stamp, and in the end the name in it, decides which candidate
-everybody obeys. A vote carries what the voter knows of the count, which line masters spread with every round.
+all obey. A vote carries what the voter knows of the count, which line masters spread with every round.
 
 Data (`counting`). The master keeps the ledger of mini-batches. A new master begins it with the newest count that is
 known and with what every living node says it has made and still holds; until all have said so, it deals out nothing.
