@@ -20,7 +20,7 @@ from tether.execution import portable
 from tether.runtimes.cluster import make_key, parse_address, read_key, run_worker
 from tether.task import Task
 
-KeyOption = Annotated[Path, typer.Option("--key", help="The file with the key, from 'tether keys'.")]
+KeyOption = Annotated[Path, typer.Option("--key", help="The file with the key, which 'tether keys' has made.")]
 #: exit status of a worker that must not try again
 USAGE_STATUS = 2
 

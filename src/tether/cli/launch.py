@@ -21,18 +21,14 @@ def launch(
     script: Annotated[
         Path | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
     ] = None,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The arguments of the script.")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The script's own.")] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", help="The number of processes that run the script [2].")
+        int | None, typer.Option("--workers", "-n", help="How many processes run the script [2].")
     ] = None,
     protocol: Annotated[
         str | None,
         typer.Option(
-            "--protocol",
-            "-p",
-            help="How workers agree; by default what the script passes to tether.join, else tide.",
+            "--protocol", "-p", help="How they agree; what the script gives to join unless given, or averaging."
         ),
     ] = None,
     set_: Annotated[

@@ -31,10 +31,10 @@ def export(
 
 def classify(
     run_dir: RunOrUrlArgument,
-    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="Texts to classify, each in quotes.")],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help="The texts, each in quotes.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Classify texts with a model that task text has trained; print label, probability and text."""
+    """Classify texts with the model of a run of task text; prints label, probability and text."""
     found = [answers[0] for answers in _classifier(run_dir).classify(texts, top=1)]
     if as_json:
         rows = [
@@ -48,7 +48,7 @@ def classify(
 
 
 def _classifier(run_dir: str) -> Classifier:
-    """The classifier of a run, or of a folder with only a classifier, as downloaded from the service."""
+    """Of a run, or of a folder that has only a classifier, as the service gives out."""
     if (Path(run_dir) / CLASSIFIER).is_file():
         return Classifier.load(run_dir)
     files = api.task_files(run_dir)
