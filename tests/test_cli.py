@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from tether.bench.spark import output_of
 from tether.cli import app as cli
@@ -345,6 +347,19 @@ def test_lists_name_every_protocol_and_task_with_defaults(tether: Callable[[str]
     listed = tether("tasks").out
     for name in ("digits", "fashion", "cifar", "chars", "synthetic"):
         assert f"{name}  " in listed
+
+
+def test_in_a_terminal_a_list_is_wrapped_at_words(
+    tether: Callable[[str], Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(
+        "tether.cli.lists.out", Console(file=written, force_terminal=True, color_system=None, width=60, soft_wrap=True)
+    )
+    assert tether("protocols tide").status == 0
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 60
+    assert "      how many shards are under way at a time: broadcast," in lines
 
 
 WRONG = [

@@ -6,6 +6,8 @@ from dataclasses import fields
 from typing import Annotated
 
 import typer
+from rich.padding import Padding
+from rich.text import Text
 
 from tether import protocols as protocol_names
 from tether import tasks as task_names
@@ -34,7 +36,13 @@ def tasks() -> None:
 
 
 def _print_entry(name: str, summary: str, options: list[settings.Option]) -> None:
-    out.print(f"[bold]{name}[/bold]  {summary}", highlight=False)
+    """In a terminal wrapped at words; elsewhere with one line for each option, for other programs."""
+    wrapped = out.is_terminal
+    out.print(f"[bold]{name}[/bold]  {summary}", highlight=False, soft_wrap=not wrapped)
     for option in options:
-        line = f"  {option.name} = {option.default}  ({option.type})  {option.doc}".rstrip()
-        out.print(line, highlight=False, markup=False)
+        line = f"  {option.name} = {option.default}  ({option.type})"
+        if wrapped:
+            out.print(line, highlight=False, markup=False, soft_wrap=False)
+            out.print(Padding(Text(option.doc), (0, 0, 0, 6)), soft_wrap=False)
+        else:
+            out.print(f"{line}  {option.doc}".rstrip(), highlight=False, markup=False)

@@ -68,7 +68,7 @@ def choose_device(name: str, index: int) -> torch.device | None:
     count = torch.accelerator.device_count()
     if found is None or asked.type != found.type or (asked.index or 0) >= count:
         have = f"has {count} of the kind {found.type!r}" if found is not None else "has none besides the CPU"
-        raise UsageError(f"device {name!r} is not here: this machine {have}; use device='auto' or 'cpu'")
+        raise UsageError(f"there is no device {name!r}: this machine {have}; use device='auto' or 'cpu'")
     return torch.device(asked.type, index % count if asked.index is None else asked.index)
 
 
