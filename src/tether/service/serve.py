@@ -36,7 +36,7 @@ def add_key(settings: Settings, owner: str) -> str:
 def serve(settings: Settings, host: str, port: int, announce: Callable[[str, str], None]) -> None:
     """Answer until interrupted. `announce` is given the address and, at the first start, a key, else ""."""
     if not settings.authenticate and host not in ("127.0.0.1", "localhost", "::1"):
-        raise UsageError(f"--no-auth with --host {host} would let anyone in: leave one of them out")
+        raise UsageError(f"--no-auth with --host {host} would let everybody in: leave one of them out")
     store = open_store(settings)
     lock = _lock(settings.data)
     torch.set_num_threads(1)  # answers are small: threads would only wait for each other
@@ -52,7 +52,7 @@ def serve(settings: Settings, host: str, port: int, announce: Callable[[str, str
         socket = config.bind_socket()
     except SystemExit:
         raise UsageError(f"cannot listen on {host}:{port}: choose another --host or --port") from None
-    socket.listen()  # clients that read the address can connect now
+    socket.listen()  # whoever reads the address can connect
     jobs.start()
     usage = Flusher(store)
     shown = f"[{host}]" if ":" in host else host
