@@ -20,7 +20,7 @@ def protocols(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="List only this protocol.")] = None,
 ) -> None:
     """List the protocols: when to choose each, its options and their defaults."""
-    for cls in [protocol_class(name)] if name is not None else protocol_names.known().values():
+    for cls in list(protocol_names.known().values()) if name is None else [protocol_class(name)]:
         docs = {field.name: field.metadata.get("doc", "") for field in fields(cls)}
         _print_entry(cls.name, f"{cls.summary}\n  for {cls.suits}", settings.options(cls, docs))
     out.print("How they compare, in figures: docs/protocols.md", style="dim")
