@@ -185,8 +185,9 @@ EVERYTHING = """
         context = sys.argv[1] if len(sys.argv) > 1 else "fork"
         with tether.join(model, optimizer, scheduler) as (_, _, scheduler):
             frozen = model.last.bias.clone()
-            loader = DataLoader(data, batch_size=16, sampler=tether.sampler(data), num_workers=2,
-                                multiprocessing_context=context)
+            used, known = tether.sampler(data), []
+            optimizer.register_step_post_hook(lambda *_: known.append(int(used.state()["marks"][-1][0])))
+            loader = DataLoader(data, batch_size=16, sampler=used, num_workers=2, multiprocessing_context=context)
             for epoch in range(3):
                 model.train()
                 if epoch == 1:
@@ -212,6 +213,7 @@ EVERYTHING = """
                 assert (joint is None) == (tether.rank() > 0), joint
             assert not torch.equal(model.last.bias, frozen), "it was trained"
             assert model.second.weight is model.first.weight
+        assert known == [*range(1, made + 1)], "a checkpoint that is made during a step has its samples"
         assert scheduler.last_epoch == made, (scheduler.last_epoch, made)
         tether.save("joint.safetensors")
         print("made", made, "end", digest())

@@ -182,10 +182,9 @@ class TiedLoop(Loop):
             self._checked_at = now
             self._replica.check()
         self._replica.pending_step, self._replica.returned = step, None
-        goes_on = self._worker.step()
-        for drawn in _samplers:
-            drawn.step_made(self.earlier_steps + self.steps)
-        if not goes_on:
+        for drawn in _samplers:  # before the step, since a checkpoint may be made while it waits for others
+            drawn.step_made(self.earlier_steps + self.steps + 1)
+        if not self._worker.step():
             self._end()
             raise KeyboardInterrupt("the run has ended")
         return self._replica.returned
