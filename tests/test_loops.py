@@ -348,6 +348,29 @@ def test_a_module_of_a_package_with_an_optimizer_that_needs_its_closure(tmp_path
     assert [list(row["metrics"]) for row in rows if row["kind"] == "evaluation"] == [["loss"]], "a tensor is a number"
 
 
+def test_accelerate_accumulates_gradients_and_a_step_is_one_of_the_optimizer(tmp_path: Path) -> None:
+    script = """
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, DataLoader(data, batch_size=16), scheduler)
+        with tether.join(model, optimizer, scheduler):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        print("end", scheduler.get_last_lr(), digest())
+    """
+    ended = launch(tmp_path, script, "-n", "1")
+    by_itself = run([sys.executable, "script.py"], tmp_path)
+    assert ended.stdout == by_itself.stdout and "end [0.1]" in ended.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["result"]["samples"] == 16 // 4
+
+
 # ---- ends that nobody wants -----------------------------------------------------------------------------------------
 
 

@@ -90,7 +90,8 @@ class TiedLoop(Loop):
         from tether.loops.worker import Worker  # the links of a run, which a script alone does not need
 
         super().__init__(model, optimizer, scheduler)
-        self._replica = LoopReplica(model, optimizer, scheduler)
+        self._stepping = _unwrapped(optimizer)
+        self._replica = LoopReplica(model, self._stepping, scheduler)
         self._replica.extra_state, self._replica.restore_extra = self._state, self._restore
         self._checked_at = 0.0
         self._resumed = place.plan.restored is not None or place.node.life > 1
@@ -154,11 +155,11 @@ class TiedLoop(Loop):
 
     def _tie_optimizer(self) -> None:
         """Have the optimizer's `step` of this instance go through the protocol."""
-        original = self.optimizer.step
+        original = self._stepping.step
         inner = getattr(original, "__func__", original)
         # those of torch call the closure once, for the gradient; others may call it in the middle of their step
-        of_torch = type(self.optimizer).step.__module__.startswith("torch.optim.")
-        closure_first = of_torch and not _is_lbfgs(self.optimizer)
+        of_torch = type(self._stepping).step.__module__.startswith("torch.optim.")
+        closure_first = of_torch and not _is_lbfgs(self._stepping)
         self._replica.may_replace = not of_torch
 
         @functools.wraps(inner)
@@ -175,7 +176,7 @@ class TiedLoop(Loop):
             return loss
 
         # a bound method, since schedulers wrap the function in it
-        self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        self._stepping.step = types.MethodType(step, self._stepping)  # type: ignore[method-assign]
 
     def _step(self, step: Callable[[], Any]) -> Any:
         if (now := time.monotonic()) - self._checked_at > CHECK_SECONDS:
@@ -347,8 +348,15 @@ def _check(model: object, optimizer: object, scheduler: object, protocol: object
         raise UsageError("tether.join(): the scheduler is one of another optimizer")
 
 
-def _is_lbfgs(optimizer: object) -> bool:
-    return isinstance(optimizer, torch.optim.LBFGS)
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps: the wrapper of accelerate makes no step while gradients are accumulated."""
+    inner = getattr(optimizer, "optimizer", None)
+    of_accelerate = type(optimizer).__module__.startswith("accelerate.")
+    return inner if of_accelerate and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _is_lbfgs(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(_unwrapped(optimizer), torch.optim.LBFGS)
 
 
 def _differ_from_first(index: int) -> None:
