@@ -29,7 +29,9 @@ longer each time; that happens if the process that brings it its values is pause
 has made in the meantime counts at most as much as a usual contribution.
 
 A worker reports how many steps it has made in total, and the hub counts those that are new in each shard. A
-contribution that arrives too late is therefore not lost: the next one reports its steps as well.
+contribution that arrives too late is therefore not lost: the next one reports its steps as well. Where data may end
+before the run does, broadcasts say which steps they have; a worker gives again what came too late, so that its last
+steps are in every shard.
 
 The workers of a new run begin at once, since the seed or the checkpoint gives all of them the hub's model. A worker
 that joins later begins with the joint model when it has every shard. A worker that dies is left out of the reductions
