@@ -19,17 +19,18 @@ from tether.protocols import Options
 
 def launch(
     script: Annotated[
-        Path | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
+        str | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The script's own.")] = None,
+    is_module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
+    ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", help="How many processes run the script [2].")
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(
-            "--protocol", "-p", help="How they agree; what the script gives to join unless given, or averaging."
-        ),
+        typer.Option("--protocol", "-p", help="How they agree; what the script gives to join unless given, or tide."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -59,6 +60,7 @@ def launch(
         result = launch_script(
             script,
             tuple(arguments or ()),
+            is_module=is_module,
             workers=workers,
             protocol=_protocol(protocol, set_ or []),
             run_dir=run_dir,

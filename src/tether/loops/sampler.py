@@ -102,7 +102,7 @@ class SharedSampler(Sampler[int]):
             yield index
 
     def step_made(self, step: int) -> None:
-        """The optimizer has made this step: what it used of the draws counts."""
+        """The optimizer makes this step: if it counts, what it used of the draws counts."""
         if self._epoch < 0:
             return
         self._epoch_steps += 1
