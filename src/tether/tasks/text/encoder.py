@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tether.errors import TetherError, UsageError, missing_extra
+from tether.errors import UsageError, missing_extra
 from tether.tasks.text.features import Floats
 
 _CONFIG, _WEIGHTS, _POOLING = "config.json", "model.safetensors", "1_Pooling/config.json"
@@ -49,7 +49,7 @@ class Encoder:
             self.width = int(self._model.config.hidden_size)
             self(["a"])  # shows now whether tokenizer and model belong together
         except Exception as error:  # whatever a folder of somebody else's makes transformers raise
-            raise UsageError(f"encoder {folder} cannot be used: {error}") from error
+            raise UsageError(f"encoder {folder} cannot be used: {' '.join(str(error).split())}") from error
         finally:
             logging.enable_progress_bar()
         digest = hashlib.sha256()
@@ -121,5 +121,5 @@ def reopened(folder: Path | str | None, digest: str, mean: Floats) -> Vectors:
         raise UsageError("this classifier was trained with an encoder: name its folder with --encoder DIR")
     encoder = Encoder.open(Path(folder))
     if encoder.digest != digest:
-        raise TetherError(f"encoder {folder} is not the one that this classifier was trained with: name that one")
+        raise UsageError(f"encoder {folder} is not the one that this classifier was trained with: name that one")
     return Vectors(encoder, mean)
