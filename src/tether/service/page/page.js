@@ -136,11 +136,12 @@ function state(now, points) {
   $("state").className = now.status === "Failed" ? "bad" : now.status === "Available" ? "good" : "";
   $("state").textContent = now.queue_position > 0 ? `Waiting, place ${now.queue_position} in the queue` : now.status + (now.status_description ? `: ${now.status_description}` : "");
 }
+const phases = { reading: "reading the rows", linear: "the linear model is there, workers for the convolution start", measuring: "measuring on held-out rows" };
 let pending = 0;
 function schedule(points) { if (!pending) pending = setTimeout(() => { pending = 0; draw(points); }, 300); }
 function draw(points) {
   const seen = points.filter((one) => one.metrics), last = points[points.length - 1];
-  if (last && !$("bar").hidden) $("state").textContent = last.phase === "training" ? `Training for ${last.seconds.toFixed(0)} s, ${last.samples} samples${last.seconds_left != null ? `; at most ${Math.ceil(last.seconds_left)} s left` : ""}` : `Training: ${last.phase}`;
+  if (last && !$("bar").hidden) $("state").textContent = last.phase === "training" ? `Training for ${last.seconds.toFixed(0)} s, ${last.samples} samples${last.seconds_left != null ? `; at most ${Math.ceil(last.seconds_left)} s left` : ""}` : `Training: ${phases[last.phase] || last.phase}`;
   if (last && !$("bar").hidden && ["linear", "training"].includes(last.phase)) { $("trying").hidden = false; $("early").hidden = false; }
   if (last && last.share != null) $("bar").value = last.share; else $("bar").removeAttribute("value");
   if (!window.Plotly || !seen.length) { for (const id of ["loss-curve", "accuracy-curve"]) if (window.Plotly) Plotly.purge($(id)); return; }
