@@ -17,13 +17,15 @@ from tether.cli.output import show_report
 #: by name: the line in `tether bench --help`; `tether.bench.NAME` has the function of that name
 BENCHMARKS = {
     "accuracy": "What more workers on one machine cost in accuracy (GaDei).",
-    "allreduce": "A round of the grid against gloo's allreduce, in processes.",
+    "allreduce": "A round of the grid against gloo's allreduce, in processes or between hosts.",
     "checkpoint": "What checkpoints cost training.",
     "cycles": "Errors at equal samples where exchanges are slow, in the simulator.",
+    "fidelity": "Cycle times between hosts against those of the simulator, of every protocol.",
     "frontier": "Time to a target of every protocol, over networks, workers and tasks, in the simulator.",
     "grid": "How the grid scales, uses the network and learns, in the simulator.",
     "loops": "An own loop that is launched against the script alone.",
     "mpca": "What the parts of MPCA SGD are worth, in the simulator.",
+    "network": "Time to a target of every protocol, DDP and DiLoCo between hosts with slow links.",
     "overhead": "One worker in Tether against a plain PyTorch loop.",
     "rudra": "Staleness and overlap of the parameter server, in the simulator (Rudra).",
     "scaleup": "Two workers on one machine against DDP, Hogwild and others (GaDei).",
@@ -33,6 +35,7 @@ BENCHMARKS = {
     "spark": "What exchanges on a Spark cluster cost.",
     "table2": "Time to a target error of every protocol, in the simulator (MPCA SGD).",
     "text": "Accuracy and turn-around of task text beside TF-IDF with a linear SVM.",
+    "transfer": "Messages over loopback against a raw socket, and their processor time.",
     "utilization": "How much of their time workers in processes compute under mpca.",
 }
 
