@@ -17,7 +17,6 @@ import typer
 
 from tether.bench.cells import options_of
 from tether.bench.common import NEVER, Report, Row, names
-from tether.bench.network import PROTOCOLS
 from tether.bench.remote import call_on, cluster, execute
 from tether.bench.spark import Waiting
 from tether.core import message
@@ -32,6 +31,18 @@ from tether.testing.hosts import hosts
 
 #: the part of a run at its beginning whose cycles do not count: protocols measure the network then
 WARM_UP = 0.4
+#: with exchanges that are short enough to be measured often
+PROTOCOLS = (
+    "server",
+    "server:sync=async",
+    "averaging:tau=20",
+    "averaging:tau=20+outer=nesterov",
+    "elastic:tau=10",
+    "mpca",
+    "streaming",
+    "grid",
+    "tide",
+)
 #: a round trip between two emulated hosts
 LATENCY = "0.1ms"
 

@@ -66,7 +66,7 @@ class _Place:
     logged: int = 0
     #: when the next worker is started, if the process has ended
     again_at: float = 0.0
-    #: how many in a row have ended with an error
+    #: how many in a row have ended before one joined
     failures: int = 0
     refused: bool = False
 
@@ -100,11 +100,11 @@ class HostStarter:
             if status is None or place.refused:
                 continue
             if not place.again_at:
-                place.failures = place.failures + 1 if status else 0
+                place.failures += 1
                 place.refused = status == REFUSED_STATUS
-                wait = min(RETRY_SECONDS * 2 ** max(0, place.failures - 1), RETRY_SECONDS_MAX)
+                wait = min(RETRY_SECONDS * 2 ** min(place.failures - 1, 10), RETRY_SECONDS_MAX)
                 place.again_at = now + wait
-                if status:
+                if status or place.failures > 1:
                     self.note(f"the worker on {place.host} ended with status {status}: {self._said(place)}")
             elif now >= place.again_at:
                 place.again_at = 0.0
