@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -27,7 +29,8 @@ class NotesOnly(Progress):
     """Leaves the terminal to the script, and prints only what a person should know."""
 
     def note(self, text: str) -> None:
-        print(f"tether: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a file on a full disk
+            print(f"tether: {text}", file=sys.stderr, flush=True)
 
 
 def launch(
@@ -41,12 +44,16 @@ def launch(
     seed: int | None = None,
     checkpoint_seconds: float | None = None,
     threads: int | None = None,
+    hung_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Run a script in several processes until the loops of all of them have ended.
 
-    With `resume`, continue that run: what is not given is as it was then.
+    With `resume`, continue that run: what is not given is as it was then. A process that goes without a step for
+    `hung_seconds` is killed, and its script starts again.
     """
+    if hung_seconds is not None and not hung_seconds >= 2:
+        raise UsageError(f"--hung-seconds must be at least 2, not {hung_seconds:g}")
     asked_at = time.monotonic()
     if resume is None:
         if script is None:
@@ -77,6 +84,7 @@ def launch(
             if checkpoint_seconds is None:
                 checkpoint_seconds = config["request"]["checkpoint_seconds"]
             threads = config["runtime"]["threads"] if threads is None else threads
+            hung_seconds = kept.get("hung_seconds") if hung_seconds is None else hung_seconds
         assert script is not None
         count = workers if workers is not None else 2
         on = Local(workers=count, threads=threads if threads is not None else max(1, torch.get_num_threads() // count))
@@ -88,9 +96,15 @@ def launch(
                 task, protocol, on, request.seed, request.checkpoint_seconds, newest if newest is not None else restored
             )
             made.run_script = run_script
+            made.hung_seconds = math.inf if hung_seconds is None else hung_seconds
             return made
 
-        spec = {"script": task.path, "arguments": list(arguments), "protocol_given": protocol is not None}
+        spec = {
+            "script": task.path,
+            "arguments": list(arguments),
+            "protocol_given": protocol is not None,
+            "hung_seconds": hung_seconds,
+        }
         shown = protocol if protocol is not None else default_protocol(count)
         with Interruption() as interruption:
             return Execution(
