@@ -387,6 +387,64 @@ def test_an_exception_in_the_loop_ends_the_run_and_names_the_line(tmp_path: Path
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
 
 
+@pytest.mark.parametrize(
+    ("wrong", "guard", "counted"),
+    [("nan", "0", "gradients_skipped"), ("1e6", "100", "gradients_refused")],
+    ids=["not finite", "far too long"],
+)
+def test_a_wrong_gradient_of_one_rank_reaches_nobody(wrong: str, guard: str, counted: str, tmp_path: Path) -> None:
+    script = """
+        model.append(nn.BatchNorm1d(2))
+        with tether.join(model, optimizer):
+            for number in range(40):
+                wrong = tether.rank() == 1 and number == 30
+                x = inputs[:64] * (float("WRONG") if wrong else 1.0)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), labels[:64]).backward()
+                if wrong:
+                    model[0].weight.grad.fill_(float("WRONG"))
+                optimizer.step()
+        largest = max(float(values.abs().max()) for values in model.state_dict().values())
+        print("small" if largest < 100 else f"the largest value is {largest}")
+    """
+    options = ["-n", "2", "--protocol", "averaging", "--set", "tau=1", "--set", f"guard={guard}"]
+    ended = launch(tmp_path, script.replace("WRONG", wrong), *options)
+    assert "small" in ended.stdout and "small" in log(tmp_path, 1), ended.stdout
+    figures = json.loads((tmp_path / "run" / "run.json").read_text())["result"]
+    assert figures[counted] in (1, {"worker-1": 1})
+
+
+def test_a_rank_whose_gradients_are_never_finite_ends_the_run_by_name(tmp_path: Path) -> None:
+    script = """
+        with tether.join(model, optimizer):
+            for number in range(1000):
+                optimizer.zero_grad()
+                (model(inputs[:16]).sum() * (float("nan") if tether.rank() == 1 else 1e-6)).backward()
+                optimizer.step()
+    """
+    ended = launch(tmp_path, script, "-n", "2", ends_well=False)
+    assert "worker-1, step 11: 11 of its gradients were not finite" in " ".join(ended.stderr.split())
+
+
+def test_a_loop_that_stands_still_is_killed_and_its_script_starts_again(tmp_path: Path) -> None:
+    script = """
+        import pathlib, threading
+        first = not pathlib.Path("stands").exists()
+        with tether.join(model, optimizer):
+            for number in range(40):
+                steps([(inputs[:16], labels[:16])])
+                if tether.rank() == 1 and number == 20 and first:
+                    pathlib.Path("stands").touch()
+                    threading.Event().wait()
+        print("end", digest())
+    """
+    options = ["-n", "2", "--protocol", "averaging", "--set", "tau=1", "--hung-seconds", "4"]
+    ended = launch(tmp_path, script, *options)
+    assert "worker-1 has been at one step of its loop for" in ended.stderr and "is killed" in ended.stderr
+    assert "worker-1 is replaced" in ended.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
 def test_a_worker_that_is_killed_again_and_again_is_left_out(tmp_path: Path) -> None:
     script = """
         import os, signal
@@ -588,13 +646,21 @@ def test_what_needs_the_joint_model_needs_a_join(what: str, alone: None) -> None
         ),
         (
             """
+            loader = DataLoader(data, batch_size=200, drop_last=True, sampler=tether.sampler(data))
+            with tether.join(model, optimizer):
+                steps(loader)
+            """,
+            "This process's share of the data is 128 samples",
+        ),
+        (
+            """
             model = nn.Linear(8, 2 + tether.rank())
             tether.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
             """,
             "weight of shape [3, 8] instead of weight of shape [2, 8]",
         ),
     ],
-    ids=["never joins", "dies before joining", "never steps", "other model"],
+    ids=["never joins", "dies before joining", "never steps", "large batches", "other model"],
 )
 def test_a_launched_script_that_goes_wrong_says_so_in_plain_words(script: str, expected: str, tmp_path: Path) -> None:
     ended = launch(tmp_path, script, "-n", "2", ends_well=False)
@@ -653,7 +719,11 @@ def test_every_sample_of_an_epoch_is_drawn_once(world: int, workers: int) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
-def test_a_resumed_epoch_draws_what_no_step_that_counts_has_used(before: int, after: int, workers: int) -> None:
+@pytest.mark.parametrize("ahead", [2, -3], ids=["newer state", "older state"])
+def test_a_resumed_epoch_draws_what_no_step_that_counts_has_used(
+    before: int, after: int, workers: int, ahead: int
+) -> None:
+    """The state of a sampler may be some steps ahead of the joint model of its checkpoint, or behind."""
     data, size = TensorDataset(torch.arange(120)), 5
     used: Counter[tuple[int, int]] = Counter()
     states, made = {}, {}
@@ -668,11 +738,12 @@ def test_a_resumed_epoch_draws_what_no_step_that_counts_has_used(before: int, af
                 sampler.step_made(step)
                 if step <= made[rank]:
                     used.update((epoch, x) for x in batch.tolist())
+                if step == made[rank] + ahead:
+                    states[rank] = sampler.state()
                 if step == made[rank] + 2:
                     break
             if step == made[rank] + 2:
                 break
-        states[rank] = sampler.state()
     parts = next_parts(states, made, before)
     for rank in range(after):
         sampler = SharedSampler(data, seed=1, rank=rank, world_size=after)

@@ -29,7 +29,8 @@ from tether.learner.learner import Learner
 
 NetArgument = Annotated[Path, typer.Argument(metavar="NET", help="A net file.")]
 StageOption = Annotated[
-    list[str] | None, typer.Option("--stage", help="A stage that layers are included in or excluded from; may be repeated.")
+    list[str] | None,
+    typer.Option("--stage", help="A stage that layers are included in or excluded from; may be repeated."),
 ]
 LevelOption = Annotated[int, typer.Option(help="The level that layers are included or excluded by.")]
 PhaseOption = Annotated[str, typer.Option(help="The phase of the net: TRAIN or TEST.")]

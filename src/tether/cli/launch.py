@@ -61,6 +61,13 @@ def launch(
             "a task and options of 'tether train'.",
         ),
     ] = None,
+    hung_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Kill a process that goes without a step for so long, and start its script again; never unless given. "
+            "Allow for what your loop does between steps, such as evaluation."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a script of your own on several workers that stay tied to one joint model."""
@@ -78,6 +85,7 @@ def launch(
             resume=resume,
             seed=seed,
             checkpoint_seconds=checkpoint_seconds,
+            hung_seconds=hung_seconds,
             threads=threads,
         )
     except Interrupted as interrupted:

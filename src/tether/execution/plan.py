@@ -325,6 +325,10 @@ class RunPlan:
     def scripted(self) -> bool:
         return False
 
+    @property
+    def loop_seconds(self) -> float:
+        return math.inf
+
     def program(self, node: Node) -> Callable[[Any, Node], bool] | None:
         return None
 

@@ -24,7 +24,7 @@ from tether.core.wire import can_be_packed, pack_tree, unpack_tree
 from tether.errors import Diverged, TaskError, TetherError, UsageError
 from tether.learner.average import MovingAverage
 from tether.learner.clip import HALF, Clip, Scale
-from tether.learner.guard import Guard
+from tether.learner.guard import Guard, too_many_skipped
 from tether.learner.optimizer import FlatRun, OptimizerSplit, adjusted, flatten, is_elementwise
 from tether.learner.sparse import LARGE, sparse_embeddings
 from tether.task import (
@@ -39,8 +39,6 @@ from tether.task import (
     users_code,
 )
 
-#: a learner may have this many gradients that are not finite; more, only while they are at most this share of all
-SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
 #: the length that a schedule sees if the learner belongs to no run
 UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
 
@@ -267,7 +265,7 @@ class Learner:
         for part in values:
             part.zero_()
         self.skipped += 1
-        if self.skipped > max(SKIPPED_MIN, SKIPPED_SHARE * self._steps):
+        if too_many_skipped(self.skipped, self._steps):
             raise self._error(
                 f"{self.skipped} of its gradients were not finite, although the losses were",
                 "lower the learning rate, or look for what has no derivative in loss(), such as sqrt(0)",

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
-from tether.core.vector import Empty, Vector, copy_gradient
+from tether.core.vector import Empty, Vector, copy_gradient, is_finite
 from tether.core.wire import can_be_packed, pack_tree, unpack_tree
-from tether.errors import UsageError
+from tether.errors import Diverged, UsageError
+from tether.learner.guard import Guard, too_many_skipped
 from tether.learner.optimizer import adjusted
 
 
@@ -59,9 +60,19 @@ class LoopReplica(_Plain):
         #: the optimizer is not one of torch's, and may give parameters other memory
         self.may_replace = False
         self._has_stepped = False
+        self._name = ""
+        self._guard = Guard(0)
+        self._steps = 0
+        #: the buffers as the last gradient that was used has left them
+        self._buffers = self.weights[self.parameter_count :]
         #: what else a checkpoint keeps, and takes back
         self.extra_state: Callable[[], dict[str, Any]] = dict
         self.restore_extra: Callable[[dict[str, Any]], None] = lambda state: None
+
+    def begin(self, name: str, guard: float, empty: Empty) -> None:
+        """The weights are those of the run now, of which this is a worker. `guard` is an option of its protocol."""
+        self._name, self._guard, self.empty = name, Guard(guard), empty
+        self._buffers = self.weights[self.parameter_count :].clone()
 
     def check(self) -> None:
         """Raise UsageError if the user has changed the model or the optimizer in a way that cannot be exchanged."""
@@ -85,6 +96,8 @@ class LoopReplica(_Plain):
     def compute(self, form: GradientForm, fresh: bool) -> GradientResult:
         """The gradient that the user's loop has computed; its loss is not known, and a step counts as one sample."""
         self.vector.gather_buffers()
+        self._steps += 1
+        self._refuse_wrong_gradient()
         gradient = self.weights[:0]
         if form != "none":
             gradient = torch.empty_like(self.weights[: self.parameter_count])
@@ -92,6 +105,28 @@ class LoopReplica(_Plain):
                 view = gradient[start : start + parameter.numel()].view(parameter.shape)
                 copy_gradient(parameter, view)
         return GradientResult(gradient, math.nan, 1)
+
+    def _refuse_wrong_gradient(self) -> None:
+        """Replace a gradient that is not finite, or that the guard refuses, by zeros."""
+        gradients = [p.grad for p in self.vector.parameters if p.grad is not None]
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        buffers = self.weights[self.parameter_count :]
+        finite = all(is_finite(part) for part in values)
+        if finite and not self._guard.refuses(values):
+            self._buffers.copy_(buffers)
+            return
+        buffers.copy_(self._buffers)
+        for gradient in gradients:
+            gradient.zero_()
+        if finite:
+            self.refused += 1
+            return
+        self.skipped += 1
+        if too_many_skipped(self.skipped, self._steps):
+            raise Diverged(
+                f"{self._name}, step {self._steps}: {self.skipped} of its gradients were not finite; lower the "
+                "learning rate, clip gradients, or look for what has no derivative in the loss, such as sqrt(0)"
+            )
 
     def step(
         self,

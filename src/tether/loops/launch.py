@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,8 @@ class NotesOnly(Progress):
     """Leaves the terminal to the script, and prints only what a person should know."""
 
     def note(self, text: str) -> None:
-        print(f"tether: {text}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # a file on a full disk
+            print(f"tether: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,12 @@ class _Settings:
     seed: int | None = None
     checkpoint_seconds: float | None = None
     threads: int | None = None
+    hung_seconds: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse what is wrong before anything is created."""
+        if self.hung_seconds is not None and not self.hung_seconds >= 2:
+            raise UsageError(f"--hung-seconds must be at least 2, not {self.hung_seconds:g}")
         self.on()
         self.request()
 
@@ -56,6 +62,7 @@ class _Settings:
             config["seed"],
             config["request"]["checkpoint_seconds"],
             config["runtime"]["threads"],
+            config["task"].get("hung_seconds"),
         )
         return _Settings(**{name: vars(earlier)[name] if own is None else own for name, own in vars(self).items()})
 
@@ -85,15 +92,17 @@ def launch(
     seed: int | None = None,
     checkpoint_seconds: float | None = None,
     threads: int | None = None,
+    hung_seconds: float | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Run a script in several processes until the loops of all of them have ended.
 
     `is_module`: `script` is the name of a module, as `python -m` takes it. With `resume`, continue that run: what is
-    not given is as it was then.
+    not given is as it was then. A process that goes without a step for `hung_seconds` is killed, and its script starts
+    again.
     """
     asked_at = time.monotonic()
-    settings = _Settings(workers, protocol, seed, checkpoint_seconds, threads)
+    settings = _Settings(workers, protocol, seed, checkpoint_seconds, threads, hung_seconds)
     found: Script | None = None
     if script is not None:
         found = Script.of_module(str(script), arguments) if is_module else Script.of_file(Path(script), arguments)
@@ -139,6 +148,7 @@ def _run(
             script, settings.protocol, on, request.seed, request.checkpoint_seconds, newest or restored
         )
         made.run_script = run_script
+        made.hung_seconds = math.inf if settings.hung_seconds is None else settings.hung_seconds
         return made
 
     spec = {
@@ -146,6 +156,7 @@ def _run(
         "module": script.module,
         "arguments": list(script.arguments),
         "protocol_given": settings.protocol is not None,
+        "hung_seconds": settings.hung_seconds,
     }
     with Interruption() as interruption:
         return Execution(

@@ -118,10 +118,17 @@ class TiedLoop(Loop):
         if self.closed:
             return
         if not self.steps and not self._resumed and all(len(drawn) for drawn in _samplers):
+            shares = " and ".join(str(len(drawn)) for drawn in _samplers)
             raise UsageError(
                 "the loop has ended, and optimizer.step() was never called on the optimizer that tether.join() was "
                 "given: call it after every backward(), and do not make another optimizer after tether.join(); an "
                 "optimizer in two steps, such as SAM, must have its second one in step(closure)"
+                + (
+                    f". This process's share of the data is {shares} samples: a DataLoader with a larger batch_size "
+                    "and drop_last returns nothing"
+                    if shares
+                    else ""
+                )
             )
         self._replica.check()
         self._end()

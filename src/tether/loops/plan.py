@@ -126,6 +126,8 @@ class LoopPlan(RunPlan):
     replica: LoopReplica | None = field(default=None, repr=False)
     #: what earlier parts of the run have drawn, for each of the script's samplers
     drawn: tuple[tuple[Part, ...], ...] = ()
+    #: how long a loop may go without a step
+    hung_seconds: float = math.inf
 
     @staticmethod
     def of_script(
@@ -175,6 +177,10 @@ class LoopPlan(RunPlan):
     @property
     def scripted(self) -> bool:
         return True
+
+    @property
+    def loop_seconds(self) -> float:
+        return self.hung_seconds
 
     @property
     def steps(self) -> int:
@@ -253,7 +259,7 @@ class LoopPlan(RunPlan):
         if node.computes:
             assert self.replica is not None
             replica = self.replica
-            replica.empty = empty
+            replica.begin(node.name, self.protocol.guard, empty)
         else:
             replica = HeldWeights(self._initial_weights(), self.model.parameter_count)
         return self._machine(node, replica, empty), replica
