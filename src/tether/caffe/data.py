@@ -74,9 +74,11 @@ def resize(image: Tensor, height: int, width: int) -> Tensor:
     """An image of bytes in another size: bilinear without smoothing, with OpenCV's integers and their rounding."""
     rows, columns = _neighbours(image.shape[1], height), _neighbours(image.shape[2], width)
     values = image.to(torch.int64)
-    across = sum(values[:, :, place] * share for place, share in columns)
-    assert isinstance(across, Tensor)
-    down = sum(((across[:, place] >> 4) * share.unsqueeze(1)) >> 16 for place, share in rows)
+    (left, left_share), (right, right_share) = columns
+    across = values[:, :, left] * left_share + values[:, :, right] * right_share
+    down = torch.zeros((len(values), height, width), dtype=torch.int64)
+    for place, share in rows:
+        down += ((across[:, place] >> 4) * share.unsqueeze(1)) >> 16
     return ((down + 2) >> 2).clamp(0, 255).to(torch.uint8)
 
 
