@@ -19,17 +19,18 @@ from tether.protocols import Options
 
 def launch(
     script: Annotated[
-        Path | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
+        str | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The script's own.")] = None,
+    is_module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
+    ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", help="How many processes run the script [2].")
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(
-            "--protocol", "-p", help="How they agree; what the script gives to join unless given, or averaging."
-        ),
+        typer.Option("--protocol", "-p", help="How they agree; what the script gives to join unless given, or tide."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -37,16 +38,20 @@ def launch(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Continue this run, with its script unless another is given."),
+        typer.Option(metavar="RUN", help="Continue this run, by default with its own script."),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the permutations that tether.sampler draws from [0].")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", help="The run directory; by default a new one in runs/.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The seed of the order in which tether.sampler draws samples [0].")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of torch in each process; an equal share of all unless given.")
+        int | None, typer.Option(help="Threads of torch in each process; by default an equal share of the cores.")
     ] = None,
     checkpoint_seconds: Annotated[
         float | None,
-        typer.Option(help="Time between two checkpoints [30]. Use less to lose less when the machine fails."),
+        typer.Option(help="Seconds between checkpoints [30]. Use fewer to lose less work when the machine fails."),
     ] = None,
     hung_seconds: Annotated[
         float | None,
@@ -62,6 +67,7 @@ def launch(
         result = launch_script(
             script,
             tuple(arguments or ()),
+            is_module=is_module,
             workers=workers,
             protocol=_protocol(protocol, set_ or []),
             run_dir=run_dir,

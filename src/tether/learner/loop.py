@@ -1,4 +1,4 @@
-"""Replicas for a user's own loop: the user's module and optimizer as they are, and a vector that nobody trains."""
+"""Replicas for a user's own loop: the user's module and optimizer as they are, and a vector that no optimizer steps."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ class LoopReplica(_Plain):
         #: what the user's call of `step` does, and what it returned
         self.pending_step: Callable[[], Any] | None = None
         self.returned: Any = None
+        #: the optimizer is not one of torch's, and may give parameters other memory
+        self.may_replace = False
         self._has_stepped = False
         self._name = ""
         self._guard = Guard(0)
@@ -76,8 +78,9 @@ class LoopReplica(_Plain):
         """Raise UsageError if the user has changed the model or the optimizer in a way that cannot be exchanged."""
         if not self.vector.is_bound():
             raise UsageError(
-                "the parameters of the model were replaced after tether.join(), as .to(), .half() or "
-                "load_state_dict(assign=True) do: do that before tether.join()"
+                "the parameters of the model were replaced after tether.join(), as .to(), .half(), "
+                "load_state_dict(assign=True) and parameter.data = values do: do that before tether.join(), and set "
+                "values with parameter.data.copy_(values)"
             )
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -139,11 +142,18 @@ class LoopReplica(_Plain):
         assert self.pending_step is not None
         with adjusted(self.optimizer, rate, staleness):
             self.returned = self.pending_step()
+        if self.may_replace:
+            self.vector.bind_replaced()
 
     def load_gradient(self, gradient: Tensor) -> None:
         for parameter, start in zip(self.vector.parameters, self.vector.positions, strict=False):
-            if parameter.grad is not None:
-                parameter.grad.copy_(gradient[start : start + parameter.numel()].view(parameter.shape))
+            if parameter.grad is None:
+                continue
+            part = gradient[start : start + parameter.numel()].view(parameter.shape)
+            if parameter.grad.is_sparse:  # what the machine hands over has other rows too
+                parameter.grad = part.clone()
+            else:
+                parameter.grad.copy_(part)
 
     def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
         state: dict[str, Any] = dict(self.extra_state())

@@ -109,7 +109,7 @@ class SharedSampler(Sampler[int]):
             yield index
 
     def step_made(self, step: int) -> None:
-        """The optimizer has made this step: what it used of the draws counts."""
+        """The optimizer makes this step: if it counts, what it used of the draws counts."""
         if self._epoch < 0:
             return
         self._epoch_steps += 1
@@ -140,7 +140,7 @@ class SharedSampler(Sampler[int]):
             self._journal.write(np.array(mark, np.int64).tobytes())
 
     def keep(self, journal: Path, earlier: Callable[[], int] | None) -> None:
-        """Write every mark to a file. `earlier`: this process replaces another, of whose steps so many count."""
+        """Write every mark to a file. `earlier`: the steps that count of the process that this one replaces."""
         self._journal_path, self._earlier = journal, earlier
 
     def _take_over(self, steps: int) -> None:
