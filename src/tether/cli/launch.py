@@ -53,6 +53,14 @@ def launch(
         float | None,
         typer.Option(help="Seconds between checkpoints [30]. Use fewer to lose less work when the machine fails."),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,...",
+            help="Train on these machines by ssh, or by the name slurm on those of this job. Instead of a script, give "
+            "a task and options of 'tether train'.",
+        ),
+    ] = None,
     hung_seconds: Annotated[
         float | None,
         typer.Option(
@@ -63,6 +71,9 @@ def launch(
     as_json: JsonOption = False,
 ) -> None:
     """Run a script of your own on several workers that stay tied to one joint model."""
+    if hosts is not None:
+        _train_on(hosts, script, arguments or [])
+        return
     try:
         result = launch_script(
             script,
@@ -91,6 +102,18 @@ def launch(
             markup=False,
             soft_wrap=True,
         )
+
+
+def _train_on(hosts: str, task: Path | None, arguments: list[str]) -> None:
+    """`tether train` on hosts."""
+    from tether.cli.app import app  # which imports this module when `tether launch` is called
+
+    if task is None or (task.suffix == ".py" and task.is_file()):
+        raise UsageError(
+            "an own loop runs on one machine; for several, write a tether.Task and name it: tether launch --hosts "
+            "a,b,c my_task.py:MyTask"
+        )
+    app(["train", str(task), "--hosts", hosts, *arguments])
 
 
 #: everything after the script belongs to the script
