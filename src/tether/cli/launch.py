@@ -104,7 +104,7 @@ def launch(
         )
 
 
-def _train_on(hosts: str, task: Path | None, arguments: list[str]) -> None:
+def _train_on(hosts: str, task: str | None, arguments: list[str]) -> None:
     """`tether train` on hosts."""
     from tether.cli.app import app  # which imports this module when `tether launch` is called
 

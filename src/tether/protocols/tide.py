@@ -28,9 +28,9 @@ its weights within a few steps; the joint ones follow later, and to blend them i
 Invariants: those of the circulation; a joint shard that is what the worker contributed changes nothing, so that one
 worker alone learns what `single` learns; with e = 0 and without delay, tide is averaging.
 
-Why it works. Correction: no step is lost while an exchange is under way. Where the loss is steep, the steps since the contribution
-have already led back from what was noise in C. To take it back a second time would turn the noise around instead of
-ending it; hence the clip.
+Why it works. Correction: no step is lost while an exchange is under way. Where the loss is steep, the steps since the
+contribution have already led back from what was noise in C. To take it back a second time would turn the noise around
+instead of ending it; hence the clip.
 
 Drift: as with Nesterov's momentum, the joint model moves on in the direction that persists, in which single steps are
 too short. DiLoCo's rate 0.7 and momentum 0.9 are about e = 6. Since the horizon counts steps and not exchanges, a fast
