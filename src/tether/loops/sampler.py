@@ -32,6 +32,8 @@ from tether.errors import UsageError
 
 #: for how many steps a process remembers where it was: the joint model of a checkpoint is at most that far behind
 MARKS_KEPT = 4096
+#: the bytes of a mark in a file
+MARK_BYTES = 24
 
 Indices = np.ndarray[Any, np.dtype[np.int64]]
 #: for one part of a run: how many processes it had, and for each the epoch and the samples of it that count
@@ -134,10 +136,17 @@ class SharedSampler(Sampler[int]):
     def _mark(self, *mark: int) -> None:
         step, epoch, count = mark
         self._marks.append((step, epoch, count))
-        if self._journal is None and self._journal_path is not None:
-            self._journal = self._journal_path.open("ab", buffering=0)
-        if self._journal is not None:
-            self._journal.write(np.array(mark, np.int64).tobytes())
+        if self._journal_path is None:
+            return
+        try:
+            self._journal = self._journal or self._journal_path.open("ab", buffering=0)
+            whole = self._journal.write(np.array(mark, np.int64).tobytes()) == MARK_BYTES
+        except OSError:
+            whole = False
+        if not whole:  # the disk is full: a process that replaces this one begins at the last mark that was written
+            self._journal_path = None
+            if self._journal is not None:
+                self._journal.close()
 
     def keep(self, journal: Path, earlier: Callable[[], int] | None) -> None:
         """Write every mark to a file. `earlier`: the steps that count of the process that this one replaces."""
@@ -150,7 +159,7 @@ class SharedSampler(Sampler[int]):
         if not self._journal_path.exists():
             return
         written = np.frombuffer(
-            self._journal_path.read_bytes()[: self._journal_path.stat().st_size // 24 * 24], np.int64
+            self._journal_path.read_bytes()[: self._journal_path.stat().st_size // MARK_BYTES * MARK_BYTES], np.int64
         )
         for step, epoch, count in written.reshape(-1, 3).tolist():
             if step <= steps:
