@@ -19,17 +19,18 @@ from tether.protocols import Options
 
 def launch(
     script: Annotated[
-        Path | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
+        str | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The script's own.")] = None,
+    is_module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
+    ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", help="How many processes run the script [2].")
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(
-            "--protocol", "-p", help="How they agree; what the script gives to join unless given, or averaging."
-        ),
+        typer.Option("--protocol", "-p", help="How they agree; what the script gives to join unless given, or tide."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -60,6 +61,13 @@ def launch(
             "a task and options of 'tether train'.",
         ),
     ] = None,
+    hung_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Kill a process that goes without a step for so long, and start its script again; never unless given. "
+            "Allow for what your loop does between steps, such as evaluation."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a script of your own on several workers that stay tied to one joint model."""
@@ -70,12 +78,14 @@ def launch(
         result = launch_script(
             script,
             tuple(arguments or ()),
+            is_module=is_module,
             workers=workers,
             protocol=_protocol(protocol, set_ or []),
             run_dir=run_dir,
             resume=resume,
             seed=seed,
             checkpoint_seconds=checkpoint_seconds,
+            hung_seconds=hung_seconds,
             threads=threads,
         )
     except Interrupted as interrupted:

@@ -28,6 +28,10 @@ def serve(
         typer.Option(min=1, help="The number of trainings that run at the same time; by default half the cores."),
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="The number of workers in each training.")] = 2,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="A pretrained encoder in HuggingFace's layout, which trainings then use."),
+    ] = None,
     owner: Annotated[str, typer.Option("--add-key", help="Print a new key for this user, and exit.")] = "",
 ) -> None:
     """Serve a page and an HTTP interface where people upload labelled texts and get a classifier."""
@@ -39,7 +43,12 @@ def serve(
     from tether.service.settings import Settings
 
     settings = Settings(
-        data.resolve(), database, not no_auth, workers=workers, **({"jobs_at_once": jobs} if jobs else {})
+        data.resolve(),
+        database,
+        not no_auth,
+        encoder.resolve() if encoder is not None else None,
+        workers=workers,
+        **({"jobs_at_once": jobs} if jobs else {}),
     )
     if owner:
         print(add_key(settings, owner))

@@ -168,7 +168,9 @@ def train(
     chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
     options = protocols.make({**description, **chosen})
     path: Path | None = None
-    is_state = tasks.is_solver(task) and weights is not None and weights.suffix == ".solverstate"
+    is_state = (
+        tasks.is_solver(task) and weights is not None and weights.name.removesuffix(".h5").endswith(".solverstate")
+    )
     if tasks.is_solver(task):
         # a line for each, since a path may have commas
         task_settings |= {"sources": "".join(f"{item}\n" for item in data)} if data else {}

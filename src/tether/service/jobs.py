@@ -149,6 +149,7 @@ class Jobs:
                 job = {
                     "folder": str(folder),
                     "workers": settings.workers,
+                    "encoder": str(settings.encoder) if settings.encoder is not None else None,
                     "seconds_max": settings.training_seconds_max,
                     "bytes_max": settings.training_bytes_max,
                 }
