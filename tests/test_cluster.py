@@ -113,6 +113,26 @@ def test_a_worker_leaves_another_is_killed_and_who_joins_later_trains_to_the_end
     assert late.wait(30) == staying.wait(30) == 0
 
 
+def test_workers_beyond_the_least_number_that_are_there_at_the_beginning_train_too(
+    start: Start, tmp_path: Path
+) -> None:
+    make_key(tmp_path / "key")
+    (tmp_path / "line.py").write_text(TASK.format(epochs=1000000, outputs=1))
+    address = free_address()
+    workers = [start("worker", address, "--key", "key") for _ in range(3)]
+    words = ("--on", "cluster", "--listen", address, "--key", "key", "--workers", "1:3", "--protocol", "elastic")
+    driver = start("train", "line.py:Line", *words, "--evaluate-every", "1000000", "--run", "run")
+    wait_for(driver, "training")
+    tail, training = MetricsTail(tmp_path / "run"), set()
+    while len(training) < len(workers):
+        assert driver.poll() is None
+        training |= {row["node"] for row in tail.new() if row["kind"] == "progress" and row["steps"] > 0}
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGINT)
+    driver.communicate(timeout=90)
+    assert [worker.wait(30) for worker in workers] == [0, 0, 0]
+
+
 def test_a_worker_with_another_key_or_other_code_is_refused_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
     for name, outputs in (("good", 1), ("bad", 2)):
         (tmp_path / name).mkdir()

@@ -37,7 +37,8 @@ def test_a_cycle_is_the_mean_time_between_two_ends_of_its_kind_after_the_warm_up
 def test_a_simulated_round_of_averaging_takes_its_steps_and_its_exchange() -> None:
     found = fidelity._simulate(Averaging(tau=5), 2, "100mbit", 5.0, 0.1, 60.0)
     alone = 5 * 0.1
-    assert alone + 2 * 5 / 12.5 < found < alone + 4 * 5 / 12.5
+    once = 5.0 / (12.5 * fidelity.PAYLOAD)  # the hub sends and receives the model of each of two workers
+    assert alone + 2 * once < found < alone + 4 * once
 
 
 def test_the_best_protocol_is_compared_with_each_other_system_and_with_one_worker() -> None:

@@ -1,7 +1,8 @@
 """The simulator's cycle times against those that are measured between hosts, for the same link, workers and step time.
 
 The hub has a host of its own, as in the simulator. A step waits, as for a device, so that the few cores of this machine
-do the exchanges; the simulator is given the time that steps have really taken. What a cycle is depends on the protocol:
+do the exchanges; the simulator is given the time that steps have really taken, and what the link carries besides the
+headers of packets, which its messages do not have. What a cycle is depends on the protocol:
 the time between two renewals of a shard, two rounds, two exchanges of a worker, or two updates of the parameter server.
 """
 
@@ -21,6 +22,7 @@ from tether.bench.remote import call_on, cluster, execute
 from tether.bench.spark import Waiting
 from tether.core import message
 from tether.core.trace import Meter
+from tether.core.units import bytes_per_second
 from tether.execution.goals import Request
 from tether.execution.plan import RunPlan
 from tether.learner.synthetic import SyntheticTask
@@ -45,6 +47,8 @@ PROTOCOLS = (
 )
 #: a round trip between two emulated hosts
 LATENCY = "0.1ms"
+#: the share of a link's bytes that is not headers: TCP with time stamps in Ethernet's packets
+PAYLOAD = 1448 / 1514
 
 
 class Cycles(NullObserver):
@@ -114,8 +118,13 @@ def _step_seconds(meters: Any) -> float:
 
 
 def _simulate(options: Any, workers: int, link: str, megabytes: float, step_seconds: float, seconds: float) -> float:
+    bandwidth = round(8 * PAYLOAD * bytes_per_second(link, "--link"))
     sim = Sim(
-        workers=workers, link=link, latency=LATENCY, step_seconds=step_seconds, model_bytes=round(megabytes * 1e6)
+        workers=workers,
+        link=f"{bandwidth}bit",
+        latency=LATENCY,
+        step_seconds=step_seconds,
+        model_bytes=round(megabytes * 1e6),
     )
     cycles = Cycles()
     plan = RunPlan.make(SyntheticTask(parameters=3000), options, sim, _request(seconds), None)

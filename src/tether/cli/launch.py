@@ -108,7 +108,7 @@ def _train_on(hosts: str, task: str | None, arguments: list[str]) -> None:
     """`tether train` on hosts."""
     from tether.cli.app import app  # which imports this module when `tether launch` is called
 
-    if task is None or (task.endswith(".py") and Path(task).is_file()):
+    if task is None or task.endswith(".py"):
         raise UsageError(
             "an own loop runs on one machine; for several, write a tether.Task and name it: tether launch --hosts "
             "a,b,c my_task.py:MyTask"

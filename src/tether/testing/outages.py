@@ -35,6 +35,8 @@ LINK = "100mbit"
 PORT = 7000
 #: how long a link is down: shorter and longer than the driver waits for a machine that is silent
 BLINK_SECONDS, OUTAGE_SECONDS = 2.0, 12.0
+#: how long all hosts may take to train at first: all processes import torch at once
+START_SECONDS = 300.0
 #: how long all hosts may take to train again after a fault is over
 RECOVERY_SECONDS = 120.0
 #: how long a process that was given up may take to exit
@@ -107,7 +109,7 @@ def outages(
         if not planned or time.monotonic() >= deadline:
             continue
         with _Cluster.start(planned[0].protocol, rng, pause_seconds) as cluster:
-            cluster.await_training(WORKERS, RECOVERY_SECONDS)
+            cluster.await_training(WORKERS, START_SECONDS)
             for outage in planned:
                 if time.monotonic() >= deadline:
                     break

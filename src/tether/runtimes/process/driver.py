@@ -120,10 +120,15 @@ class Driver:
             self._watchdog.started(node.name for node in nodes)
         self._wait_until_ready()
         self._began = True
+        # protocols begin with the nodes of the plan; others that are ready already join as later ones do
+        others = [name for name in self._members() if name not in {node.name for node in self._plan.nodes}]
+        self._ready -= set(others)
         members = self._members()
         self._send_evaluations()
         for name in members:
             self._outbox.send(name, control.Begin(members, self._addresses_for(name)))
+        for name in others:
+            self._admit(name, self._outbox.addresses.get(name, ""))
         try:
             self._run_until_finished()
         finally:
