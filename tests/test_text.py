@@ -19,7 +19,7 @@ from tether.core.vector import Vector
 from tether.errors import Damaged, UsageError
 from tether.learner.learner import Learner, build_model, evaluate
 from tether.tasks.networks import TextCnn
-from tether.tasks.text import HELD_OUT, Classifier, Text, figures, tokens
+from tether.tasks.text import HELD_OUT, Classifier, Encoder, Text, figures, tokens
 from tether.tasks.text.features import Features
 from tether.tasks.text.linear import Linear, scores
 from tether.testing.conformance import train_quietly
@@ -375,6 +375,50 @@ def test_features_of_equal_texts_are_equal_and_others_are_left_out() -> None:
     for name in ("columns", "values"):
         assert np.array_equal(getattr(again, name)[:-1], getattr(matrix, name))
     assert again.columns[-1] == features.count - 1 and np.diff(again.starts)[-1] == 1
+
+
+def test_texts_unlike_all_rows_are_out_of_scope(tmp_path: Path) -> None:
+    train_quietly(Text(weather(tmp_path / "t.csv")), Single(), Sim(1), tmp_path / "run", epochs=1)
+    classifier = Classifier.load(tmp_path / "run")
+    texts = ["Rain or snow on the road?", "Who has composed this sonata?", "\u3042"]
+    assert classifier.out_of_scope(texts) == [False, True, True]
+    assert Classifier.from_bytes(classifier.to_bytes()).out_of_scope(texts) == [False, True, True]
+    assert classifier.out_of_scope([]) == []
+
+
+def tiny_encoder(folder: Path) -> Path:
+    """In HuggingFace's layout, with random weights."""
+    transformers = pytest.importorskip("transformers", reason="the extra huggingface is not installed")
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[PAD]", "[UNK]", "it", "is", "rain", "snow", "hot", "heat"]
+    tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]", pad_token="[PAD]")
+    fast.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = transformers.BertConfig(vocab_size=len(words), max_position_embeddings=32, **sizes)
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_an_encoder_of_a_local_folder_gives_further_features(tmp_path: Path) -> None:
+    folder = tiny_encoder(tmp_path / "encoder")
+    task = Text(weather(tmp_path / "t.csv"), encoder=str(folder))
+    train_quietly(task, Single(), Sim(1), tmp_path / "run", epochs=1)
+    assert "--encoder" in refusal(Classifier.load, tmp_path / "run")
+    classifier = Classifier.load(tmp_path / "run", folder)
+    assert [answers[0].label for answers in classifier.classify(["rain or snow", "heat"])] == ["wet", "hot"]
+    encoder = Encoder.open(folder)
+    vectors = encoder(["rain " * 9, "hot", "rain " * 9])
+    assert vectors.shape == (3, 8) and np.allclose(vectors[0], vectors[2], atol=1e-6)
+    assert np.allclose(encoder(["hot"])[0], vectors[1], atol=1e-5)  # padding changes nothing
+    (tmp_path / "encoder" / "config.json").unlink()
+    assert "has no config.json" in refusal(Encoder, folder)
+    other = tiny_encoder(tmp_path / "other")
+    (other / "tokenizer.json").write_text((other / "tokenizer.json").read_text() + " ")
+    assert "is not the one" in refusal(Classifier.load, tmp_path / "run", other)
 
 
 def test_workers_in_processes_of_their_own_read_the_rows_again(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ const check = (holds, what) => { if (!holds) throw new Error(JSON.stringify(what
       const made = (await service.createClassifier({ trainingMetadata: Buffer.from(JSON.stringify({ language: "en", name: "node" })), trainingData: fs.createReadStream(file) })).result;
       check(made.status === "Training", made);
       classifierId = made.classifier_id;
-      const deadline = Date.now() + 120000;
+      const deadline = Date.now() + 600000;
       while ((await service.getClassifier({ classifierId })).result.status === "Training" && Date.now() < deadline) await new Promise((done) => setTimeout(done, 200));
     }
     const { result } = await service.classify({ classifierId, text: "How hot is it today?" });

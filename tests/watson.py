@@ -42,7 +42,7 @@ for way, authenticator in ways.items():
             raise AssertionError("it classified while it trained")
         except ApiException as error:
             assert error.code == 409, error
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while service.get_classifier(made).get_result()["status"] == "Training" and time.monotonic() < deadline:
             time.sleep(0.2)
     assert service.get_classifier(made).get_result()["status"] == "Available"

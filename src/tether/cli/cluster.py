@@ -17,30 +17,40 @@ from tether.cli.options import DataOption
 from tether.cli.output import err
 from tether.errors import UsageError
 from tether.execution import portable
-from tether.runtimes.cluster import make_key, parse_address, read_key, run_worker
+from tether.runtimes.cluster import make_key, parse_address, parse_key, read_key, run_worker
+from tether.runtimes.hosts import REFUSED_STATUS
 from tether.task import Task
 
-KeyOption = Annotated[Path, typer.Option("--key", help="The file with the key, which 'tether keys' has made.")]
-#: exit status of a worker that must not try again
-USAGE_STATUS = 2
+KeyOption = Annotated[
+    Path,
+    typer.Option("--key", help="The file with the key, which 'tether keys' has made; - reads it from standard input."),
+]
 
 
 def worker(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where 'tether train --on cluster' listens.")],
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The address at which 'tether train --on cluster' listens.")
+    ],
     key: KeyOption,
     data: DataOption = None,
     accept_code: Annotated[
         bool,
-        typer.Option("--accept-code", help="Also run a task that comes from the driver, such as that of a notebook."),
+        typer.Option(
+            "--accept-code",
+            help="Also run code that the driver sends. Use it for tasks that are defined in a notebook.",
+        ),
     ] = False,
-    wait: Annotated[float, typer.Option(help="How many seconds to wait for the driver to listen.")] = 60.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until the driver listens.")] = 60.0,
     stay: Annotated[
-        bool, typer.Option("--stay", help="Join again when cut off, and join the next run when one is over.")
+        bool, typer.Option("--stay", help="Join again after a lost connection, and join the next run when one ends.")
     ] = False,
 ) -> None:
-    """Train on this machine for a run on another one, until that run is over."""
+    """Train on this machine, as a worker of a run that another machine started, until that run ends."""
     host = parse_address(address)
-    keys = read_key(key)
+    from_input = str(key) == "-"
+    if from_input and stay:
+        raise UsageError("--stay starts worker after worker, each of which reads the key: give --key FILE")
+    keys = parse_key(sys.stdin.readline(), "standard input") if from_input else read_key(key)
     if stay:
         _stay([address, "--key", str(key), *(["--data", str(data)] if data else []), "--wait", "1e9"], accept_code)
 
@@ -57,10 +67,13 @@ def worker(
     err.print(f"tether: {name}: the run is over", highlight=False, markup=False)
 
 
-def keys(path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the key.")]) -> None:
+def keys(path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write the key to.")]) -> None:
     """Make a key for the machines of a cluster."""
     make_key(path)
-    err.print(f"tether: {path} is the key. Copy it to every machine; who has it can join and read.", highlight=False)
+    err.print(
+        f"tether: {path} is the key. Copy it to every machine. Anyone who has it can join runs and read their traffic.",
+        highlight=False,
+    )
 
 
 def _file_of(spec: str) -> Path:
@@ -88,6 +101,6 @@ def _stay(arguments: list[str], accept_code: bool) -> None:
                 child.terminate()
                 child.wait()
                 raise typer.Exit(0) from None
-        if status == USAGE_STATUS:
+        if status == REFUSED_STATUS:
             raise typer.Exit(status)
         time.sleep(1.0)

@@ -51,7 +51,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -90,8 +89,6 @@ SIGNAL_MIN = 1e-3
 class Joint(Circulated, frozen=True):
     """Hub to all: a shard of the joint model, and how many steps of each worker are in it."""
 
-    steps: dict[str, int] = msgspec.field(default_factory=dict)
-
 
 class Moved(Message, frozen=True):
     """Worker to hub, next to a contribution: the squared length of its change."""
@@ -121,7 +118,7 @@ class Tide(Circulation):
 
     name = "tide"
     summary = "workers never stop; the joint model also moves on in the direction that persists"
-    suits = "everything that no other line names: any network, any number of workers, also unequal ones; the default"
+    suits = "every other case, so it is the default: any network, any number of workers, equally fast or not"
     messages = (Joint, Moved, AreYouThere, Here)
 
     def __post_init__(self) -> None:
@@ -179,7 +176,10 @@ class TideHub(CirculationHub):
         return 1 if self.options.every == "auto" else self.options.every
 
     def _message(self, shard: int) -> Joint:
-        return Joint(**self._circulated(shard), steps=dict(self._told[shard]))
+        return Joint(**self._circulated(shard))
+
+    def _tells_steps(self) -> bool:
+        return True
 
     def _prepare(self, shard: int, mean: Tensor, taus: list[int]) -> Tensor:
         part, tau = self._cut[shard], max(1.0, sum(taus) / len(taus))

@@ -18,7 +18,7 @@ from tether.service.problems import Problem
 from tether.service.settings import Settings
 from tether.service.store import Store
 
-#: who owns everything where nobody is asked for a key, and what the first key opens
+#: the owner of everything without authentication, and the owner of the first key
 FIRST_OWNER = "first"
 _WINDOW_SECONDS = 60.0
 
@@ -46,7 +46,12 @@ class Access:
         self._keys[key_id] = {**record, "owner": owner, "digest": _digest(secret)}
         return f"tk-{key_id}-{secret}", record
 
-    def revoke(self, owner: str, key_id: str) -> None:
+    def revoke(self, headers: Mapping[str, str], address: str, key_id: str) -> None:
+        """Revoke a key of whoever asks, but not the one that it is asked with."""
+        owner = self.caller(headers, address)
+        used = self._found(headers.get("authorization", ""), address) if self._settings.authenticate else None
+        if used is not None and used["id"] == key_id:
+            raise Problem(409, "This is the key that you use: revoke it with another one")
         self._store.remove_key(owner, key_id)
         self._keys.pop(key_id, None)
 
@@ -55,10 +60,13 @@ class Access:
         if not self._settings.authenticate:
             owner = FIRST_OWNER
         else:
-            found = self._owner(headers.get("authorization", ""), address)
+            given = headers.get("authorization", "")
+            if not given:  # guesses nothing
+                raise Problem(401, "Not Authorized")
+            found = self._found(given, address)
             if found is None:
                 raise self._refused(address)
-            owner = found
+            owner = found["owner"]
         if not self._requests.admit(owner):
             limit = self._settings.requests_per_minute
             raise Problem(429, f"Too many requests: at most {limit:,} a minute are allowed", retry_after=60)
@@ -69,7 +77,7 @@ class Access:
             return Problem(429, "Too many wrong keys: try again in a minute", retry_after=60)
         return Problem(401, "Not Authorized")
 
-    def _owner(self, authorization: str, address: str) -> str | None:
+    def _found(self, authorization: str, address: str) -> dict[str, Any] | None:
         scheme, _, given = authorization.partition(" ")
         given = given.strip()
         match scheme.lower():
@@ -78,9 +86,9 @@ class Access:
                     user, _, key = base64.b64decode(given, validate=True).decode().partition(":")
                 except (binascii.Error, ValueError):
                     return None
-                return self._of_key(key, address) if user == "apikey" else None
+                return self._key(key, address) if user == "apikey" else None
             case "bearer":
-                return self._of_key(given, address) if given.startswith("tk-") else self._of_token(given, address)
+                return self._key(given, address) if given.startswith("tk-") else self._of_token(given, address)
         return None
 
     def _record(self, key_id: str, address: str) -> dict[str, Any] | None:
@@ -99,10 +107,6 @@ class Access:
         expected = record["digest"] if record is not None else _digest("")
         same = hmac.compare_digest(_digest(secret), expected)
         return record if same and prefix == "tk" else None
-
-    def _of_key(self, key: str, address: str) -> str | None:
-        record = self._key(key, address)
-        return record["owner"] if record is not None else None
 
     # ---- tokens, as IBM's identity service gives them ---------------------------------------------------------------
 
@@ -132,17 +136,17 @@ class Access:
     def _signature(self, signed: str) -> str:
         return _base64(hmac.digest(self._secret, signed.encode(), "sha256"))
 
-    def _of_token(self, token: str, address: str) -> str | None:
+    def _of_token(self, token: str, address: str) -> dict[str, Any] | None:
         signed, _, signature = token.rpartition(".")
         if not hmac.compare_digest(self._signature(signed).encode(), signature.encode()):
             return None
         claims = json.loads(base64.urlsafe_b64decode(signed.partition(".")[2] + "=="))
         record = self._record(claims["sub"], address)
-        return record["owner"] if record is not None and claims["exp"] > time.time() else None
+        return record if record is not None and claims["exp"] > time.time() else None
 
 
 class Rate:
-    """Admits at most so many events a minute for each name."""
+    """Admits a limited number of events a minute for each name."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

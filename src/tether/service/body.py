@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from tempfile import SpooledTemporaryFile
 from typing import Any
 
@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from tether.service.problems import Problem
 
-_PARTS_MAX = 8
+_PARTS_MAX = 1_000
 _HEADER_BYTES_MAX = 8_192
 #: larger parts go to a file
 _MEMORY_BYTES_MAX = 2**20
@@ -70,13 +70,13 @@ def _spool() -> Spool:
     return SpooledTemporaryFile(_MEMORY_BYTES_MAX)
 
 
-async def read_parts(request: Request, bytes_max: int, seconds_max: float) -> dict[str, Spool]:
-    """The parts of a multipart body by name."""
+async def read_parts(request: Request, names: Collection[str], bytes_max: int, seconds_max: float) -> dict[str, Spool]:
+    """The parts of a multipart body that have these names."""
     kind, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary", b"")
     if kind != b"multipart/form-data" or not boundary:
         raise Problem(415, "Expected a body of type multipart/form-data")
-    parts = _Parts()
+    parts = _Parts(names)
     try:
         parser = MultipartParser(boundary, parts.callbacks())  # type: ignore[arg-type]
         async with asyncio.timeout(seconds_max):
@@ -93,11 +93,13 @@ async def read_parts(request: Request, bytes_max: int, seconds_max: float) -> di
 
 
 class _Parts:
-    """Collects the parts that a parser finds."""
+    """Collects those of the parts that a parser finds which have certain names."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self.found: dict[str, Spool] = {}
         self.ended = False
+        self._names = names
+        self._count = 0
         self._field = bytearray()
         self._value = bytearray()
         self._headers: dict[bytes, bytes] = {}
@@ -116,7 +118,8 @@ class _Parts:
 
     def _begin(self) -> None:
         self._headers = {}
-        if len(self.found) >= _PARTS_MAX:
+        self._count += 1
+        if self._count > _PARTS_MAX:
             raise Problem(400, f"The multipart body has more than {_PARTS_MAX} parts")
 
     def _on_field(self, data: bytes, start: int, end: int) -> None:
@@ -138,15 +141,15 @@ class _Parts:
     def _on_headers(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         name = options.get(b"name", b"").decode("utf-8", "replace")
-        if not name or name in self.found:
-            raise Problem(
-                400, f"The multipart body has {'two parts' if name else 'a part without a name'} {name}".strip()
-            )
-        self._data = self.found[name] = _spool()
+        self._data = None
+        if name in self._names:
+            if name in self.found:
+                raise Problem(400, f"The multipart body has two parts {name}")
+            self._data = self.found[name] = _spool()
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
-        assert self._data is not None
-        self._data.write(data[start:end])
+        if self._data is not None:
+            self._data.write(data[start:end])
 
     def _on_end(self) -> None:
         self.ended = True

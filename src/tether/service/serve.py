@@ -17,6 +17,7 @@ from tether.service.database import Database
 from tether.service.jobs import Flusher, Jobs
 from tether.service.settings import Settings
 from tether.service.store import Store
+from tether.tasks.text import Encoder
 
 
 def open_store(settings: Settings) -> Store:
@@ -37,6 +38,8 @@ def serve(settings: Settings, host: str, port: int, announce: Callable[[str, str
     """Answer until interrupted. `announce` is given the address and, at the first start, a key, else ""."""
     if not settings.authenticate and host not in ("127.0.0.1", "localhost", "::1"):
         raise UsageError(f"--no-auth with --host {host} would let everybody in: leave one of them out")
+    if settings.encoder is not None:
+        Encoder.open(settings.encoder)  # says now what is wrong with it
     store = open_store(settings)
     lock = _lock(settings.data)
     torch.set_num_threads(1)  # answers are small: threads would only wait for each other

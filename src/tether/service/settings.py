@@ -18,6 +18,8 @@ class Settings:
     #: a PostgreSQL URL; an SQLite file below `data` if empty
     database: str = ""
     authenticate: bool = True
+    #: folder of a pretrained encoder in HuggingFace's layout, which trainings use
+    encoder: Path | None = None
     #: trainings at the same time; others wait in the queue
     jobs_at_once: int = max(1, (os.cpu_count() or 1) // 2)
     #: workers of one training
@@ -43,7 +45,7 @@ class Settings:
     batch_bytes_max: int = 16 * 2**20
     requests_per_minute: int = 60_000
     #: wrong keys from one address in a minute; more are answered with 429
-    failures_per_minute: int = 30
+    failures_per_minute: int = 300
     training_seconds_max: float = 3_600.0
     training_bytes_max: int = 8 * 2**30
     #: a training that has ended this often without a result has failed

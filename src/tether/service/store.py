@@ -26,7 +26,8 @@ CREATE TABLE IF NOT EXISTS keys (
 CREATE TABLE IF NOT EXISTS classifiers (
     id TEXT PRIMARY KEY, owner TEXT NOT NULL, name TEXT NOT NULL, language TEXT NOT NULL, version INTEGER NOT NULL,
     created TEXT NOT NULL, status TEXT NOT NULL, description TEXT NOT NULL, row_count INTEGER NOT NULL,
-    class_count INTEGER NOT NULL, bytes BIGINT NOT NULL, number BIGINT NOT NULL, attempts INTEGER NOT NULL,
+    class_count INTEGER NOT NULL, out_of_scope INTEGER NOT NULL, bytes BIGINT NOT NULL,
+    number BIGINT NOT NULL, attempts INTEGER NOT NULL,
     figures TEXT NOT NULL
 );
 CREATE INDEX IF NOT EXISTS classifiers_of_owner ON classifiers (owner, name);
@@ -119,6 +120,7 @@ class Store:
                 "id": classifier_id,
                 "owner": owner,
                 **about,
+                "out_of_scope": int(about.get("out_of_scope", False)),
                 "version": latest + 1,
                 "created": timestamp(),
                 "status": TRAINING,

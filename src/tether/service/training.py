@@ -138,7 +138,7 @@ class _Progress(Callback):
         )
 
 
-def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
+def train(folder: Path, *, workers: int, seconds_max: float, encoder: Path | None = None) -> dict[str, Any]:
     """Train on the rows in a folder, measure on those held out, and return what result.json gets."""
     (folder / PROGRESS).unlink(missing_ok=True)
     progress = _Progress(folder / PROGRESS)
@@ -151,7 +151,7 @@ def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
             return "stopped by its owner"
         return "time is up" if time.monotonic() - began > seconds_max else None
 
-    task = make_task(folder / TRAIN, folder / TEST)
+    task = make_task(folder / TRAIN, folder / TEST, encoder)
     task.on_linear = lambda _: progress.write(phase="linear")
     progress.samples_max = float(task.epochs * len(task.train_data()))
     run_dir = folder / RUN
@@ -160,7 +160,7 @@ def train(folder: Path, *, workers: int, seconds_max: float) -> dict[str, Any]:
         shutil.rmtree(run_dir, ignore_errors=True)
         result = api.run(task, workers=workers, run_dir=run_dir, callbacks=[progress], stop=stop, trace=False)
     progress.write(phase="measuring")
-    model = Model(run_dir)
+    model = Model(run_dir, encoder)
     held_out = [(line, text, classes) for line, text, classes in json.loads((folder / ROWS).read_text("utf-8"))]
     figures = measure(held_out, model.classify)
     for checkpoint in sorted((run_dir / "checkpoints").glob("*"))[:-1]:
@@ -246,7 +246,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (job["bytes_max"], job["bytes_max"]))
     folder = Path(job["folder"])
     try:
-        figures = train(folder, workers=job["workers"], seconds_max=job["seconds_max"])
+        encoder = Path(job["encoder"]) if job["encoder"] else None
+        figures = train(folder, workers=job["workers"], seconds_max=job["seconds_max"], encoder=encoder)
         outcome = {"status": "Available", "description": "", "figures": figures}
     except (TetherError, MemoryError) as error:
         outcome = {"status": "Failed", "description": str(error).replace(str(folder), "data"), "figures": {}}

@@ -1,6 +1,6 @@
 "use strict";
 const $ = (id) => document.getElementById(id);
-let key = sessionStorage.getItem("key") || "", authenticate = true, chosen = null, upload = null, figures = null, stream = null;
+let key = sessionStorage.getItem("key") || "", authenticate = true, chosen = null, upload = null, figures = null, stream = null, shown = null;
 
 // text is only ever put in as text, never as markup
 function make(tag, text, attributes = {}) {
@@ -9,6 +9,7 @@ function make(tag, text, attributes = {}) {
   for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
   return made;
 }
+const several = (count, one, many) => `${count} ${count === 1 ? one : many}`;
 const percent = (value) => (value == null ? "–" : `${(100 * value).toFixed(1)} %`);
 const button = (text, action, label) => { const made = make("button", text, label ? { "aria-label": label } : {}); made.type = "button"; made.onclick = () => guard(action); return made; };
 async function guard(action) { $("message").textContent = ""; try { await action(); } catch (error) { $("message").textContent = error.message; } }
@@ -41,10 +42,10 @@ $("key-form").onsubmit = (event) => { event.preventDefault(); key = $("key").val
 async function check(file) {
   upload = file; $("create").hidden = true; $("checked").replaceChildren(make("p", "Checking…"));
   const found = await json("POST", "/api/validate", file, "text/csv");
-  const parts = [make("p", found.valid ? `${found.rows} rows in ${found.classes.length} classes, no mistakes.` : `${found.mistake_count} mistake${found.mistake_count === 1 ? "" : "s"}:`, { class: found.valid ? "good" : "bad" })];
+  const parts = [make("p", found.valid ? `${found.rows} rows in ${found.classes.length} classes, no mistakes.` : `${several(found.mistake_count, "mistake", "mistakes")}:`, { class: found.valid ? "good" : "bad" })];
   if (found.mistakes.length) parts.push(table(["Line", "Column", "What is wrong"], found.mistakes.map((one) => [one.line, one.column, `${one.kind}: ${one.message}`])));
-  if (found.duplicate_count) parts.push(make("p", `${found.duplicate_count} duplicate rows: ${found.duplicates.slice(0, 10).map((one) => `line ${one.line} repeats line ${one.first_line}`).join("; ")}`));
-  if (found.conflict_count) parts.push(make("p", `${found.conflict_count} texts have other classes elsewhere: ${found.conflicts.slice(0, 10).map((one) => `lines ${one.first_line} and ${one.line}`).join("; ")}`));
+  if (found.duplicate_count) parts.push(make("p", `${several(found.duplicate_count, "row repeats", "rows repeat")} an earlier one: ${found.duplicates.slice(0, 10).map((one) => `line ${one.line} is line ${one.first_line}`).join("; ")}`));
+  if (found.conflict_count) parts.push(make("p", `${several(found.conflict_count, "row has the text of an earlier one, but other classes", "rows have the text of an earlier one, but other classes")}: ${found.conflicts.slice(0, 10).map((one) => `lines ${one.first_line} and ${one.line}`).join("; ")}`));
   if (found.classes.length) {
     const balance = table(["Class", "Rows", "Share"], found.classes.map((one) => [one.class_name, one.rows, ""]));
     const most = found.classes[0].rows;
@@ -72,10 +73,10 @@ for (const name of ["dragover", "dragleave", "drop"]) $("drop").addEventListener
 });
 $("create").onsubmit = (event) => { event.preventDefault(); guard(async () => {
   const form = new FormData();
-  form.append("training_metadata", JSON.stringify({ language: $("language").value, name: $("name").value }));
+  form.append("training_metadata", JSON.stringify({ language: $("language").value, name: $("name").value, out_of_scope: $("scope").checked }));
   form.append("training_data", upload);
   const made = await json("POST", "/v1/classifiers", form);
-  $("checked").replaceChildren(); $("create").hidden = true; $("file").value = ""; $("name").value = "";
+  $("checked").replaceChildren(); $("create").hidden = true; $("file").value = ""; $("name").value = ""; $("scope").checked = false;
   await list(); await open(made.classifier_id);
 }); };
 
@@ -101,11 +102,11 @@ async function list() {
 
 // ---- one classifier
 async function open(id) {
-  chosen = id; figures = null; $("results").hidden = true;
+  chosen = id; figures = null; for (const part of ["results", "summary", "trying"]) $(part).hidden = true;
   if (stream) stream.abort();
   for (const curve of ["loss-curve", "accuracy-curve"]) if (window.Plotly) Plotly.purge($(curve));
-  const one = await json("GET", at());
-  $("detail").hidden = false; $("results").hidden = true; $("wrong").replaceChildren(); $("answer").replaceChildren();
+  const one = shown = await json("GET", at());
+  $("detail").hidden = false; $("wrong").replaceChildren(); $("answer").replaceChildren();
   $("detail-title").textContent = `${one.name || id}, version ${one.version}`;
   $("detail-title").focus();
   const points = [];
@@ -135,11 +136,13 @@ function state(now, points) {
   $("state").className = now.status === "Failed" ? "bad" : now.status === "Available" ? "good" : "";
   $("state").textContent = now.queue_position > 0 ? `Waiting, place ${now.queue_position} in the queue` : now.status + (now.status_description ? `: ${now.status_description}` : "");
 }
+const phases = { reading: "reading the rows", linear: "the linear model is there, workers for the convolution start", measuring: "measuring on held-out rows" };
 let pending = 0;
 function schedule(points) { if (!pending) pending = setTimeout(() => { pending = 0; draw(points); }, 300); }
 function draw(points) {
   const seen = points.filter((one) => one.metrics), last = points[points.length - 1];
-  if (last && !$("bar").hidden) $("state").textContent = last.phase === "training" ? `Training for ${last.seconds.toFixed(0)} s, ${last.samples} samples${last.seconds_left != null ? `; at most ${Math.ceil(last.seconds_left)} s left` : ""}` : `Training: ${last.phase}`;
+  if (last && !$("bar").hidden) $("state").textContent = last.phase === "training" ? `Training for ${last.seconds.toFixed(0)} s, ${last.samples} samples${last.seconds_left != null ? `; at most ${Math.ceil(last.seconds_left)} s left` : ""}` : `Training: ${phases[last.phase] || last.phase}`;
+  if (last && !$("bar").hidden && ["linear", "training"].includes(last.phase)) { $("trying").hidden = false; $("early").hidden = false; }
   if (last && last.share != null) $("bar").value = last.share; else $("bar").removeAttribute("value");
   if (!window.Plotly || !seen.length) { for (const id of ["loss-curve", "accuracy-curve"]) if (window.Plotly) Plotly.purge($(id)); return; }
   const style = getComputedStyle(document.documentElement), color = (name) => style.getPropertyValue(name).trim();
@@ -147,8 +150,9 @@ function draw(points) {
   const axis = (title) => ({ title: { text: title }, gridcolor: color("--line"), zerolinecolor: color("--line"), rangemode: "tozero" });
   const layout = (title, more) => ({ title: { text: title, font: { size: 14 } }, xaxis: axis("seconds"), yaxis: { ...axis(""), ...more }, margin: { l: 48, r: 12, t: 36, b: 40 }, height: 240, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: color("--text") }, showlegend: false });
   const options = { displayModeBar: false, responsive: true };
-  Plotly.react($("loss-curve"), [{ x, y: seen.map((one) => one.metrics.loss), mode: "lines", line: { color: color("--accent") } }], layout("Loss on held-out rows"), options);
-  Plotly.react($("accuracy-curve"), [{ x, y: seen.map((one) => 100 * (1 - one.metrics.error)), mode: "lines", line: { color: color("--good") } }], layout("Accuracy on held-out rows, %", { range: [0, 101] }), options);
+  const curve = (y, name, of, dash = "solid") => ({ x, y, name, mode: seen.length < 30 ? "lines+markers" : "lines", line: { color: color(of), dash } });
+  Plotly.react($("loss-curve"), [curve(seen.map((one) => one.metrics.loss), "held-out rows", "--accent"), curve(seen.map((one) => one.training_loss), "training", "--soft", "dot")], { ...layout("Loss on held-out rows, and in training (dotted)") }, options);
+  Plotly.react($("accuracy-curve"), [curve(seen.map((one) => 100 * (1 - one.metrics.error)), "held-out rows", "--good")], layout("Accuracy on held-out rows, %", { range: [0, 101] }), options);
 }
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { if (chosen) guard(() => open(chosen)); });
 $("stop").onclick = () => guard(() => call("POST", at("/stop")));
@@ -156,15 +160,29 @@ $("cancel").onclick = () => guard(() => call("POST", at("/cancel")));
 
 async function results() {
   figures = await json("GET", at("/figures"));
-  $("results").hidden = false;
+  for (const part of ["results", "summary", "trying"]) $(part).hidden = false;
+  $("early").hidden = true;
   $("summary").replaceChildren(...[["Accuracy", percent(figures.accuracy)], ["Macro-F1", percent(figures.macro_f1)], ["Held-out rows", figures.held_out_rows], ["Trained in", `${figures.seconds.toFixed(1)} s`]].map(([name, value]) => { const made = make("div"); made.append(make("dt", name), make("dd", value)); return made; }));
-  $("classes").tBodies[0].replaceChildren(...figures.classes.map((one) => line([one.class_name, percent(one.precision), percent(one.recall), percent(one.f1), one.rows])));
-  matrix(); threshold();
+  const others = shown.name ? (await json("GET", "/api/classifiers")).classifiers.filter((one) => one.name === shown.name && one.status === "Available" && one.classifier_id !== chosen) : [];
+  $("comparing").hidden = !others.length;
+  $("other").replaceChildren(make("option", "nothing", { value: "" }), ...others.map((one) => make("option", `version ${one.version}`, { value: one.classifier_id })));
+  await compare(); matrix(); threshold();
 }
+// versions are measured on different rows unless their uploads are the same
+async function compare() {
+  const id = $("other").value, other = id ? await json("GET", `/api/classifiers/${encodeURIComponent(id)}/figures`) : null, name = $("other").selectedOptions[0].textContent;
+  const earlier = new Map((other ? other.classes : []).map((one) => [one.class_name, one.f1]));
+  $("other-head").hidden = !other; $("other-head").textContent = `F1 of ${name}`;
+  $("compared").textContent = other ? `Accuracy ${percent(figures.accuracy)} here, ${percent(other.accuracy)} in ${name}; macro-F1 ${percent(figures.macro_f1)} here, ${percent(other.macro_f1)} in ${name}; each on the rows held out of its own upload.` : "";
+  $("classes").tBodies[0].replaceChildren(...figures.classes.map((one) => line([one.class_name, percent(one.precision), percent(one.recall), percent(one.f1), ...(other ? [percent(earlier.get(one.class_name))] : []), one.rows])));
+}
+$("other").onchange = () => guard(compare);
 function matrix() {
   const wrong = figures.confusion.filter((one) => one.actual !== one.found);
   let names = figures.classes.map((one) => one.class_name);
-  if (names.length > 30) names = names.filter((name) => wrong.some((one) => one.actual === name || one.found === name)).slice(0, 30);
+  const faults = new Map(names.map((name) => [name, wrong.reduce((sum, one) => sum + (one.actual === name || one.found === name ? one.rows : 0), 0)]));
+  $("confusion-part").hidden = names.length <= 30;
+  if (names.length > 30) names = [...names].sort((a, b) => faults.get(b) - faults.get(a)).slice(0, 30);
   const counts = new Map(figures.confusion.map((one) => [JSON.stringify([one.actual, one.found]), one.rows]));
   const head = make("tr"); head.append(make("td"), ...names.map((name) => make("th", name, { scope: "col" })));
   const rows = names.map((actual) => {
@@ -191,9 +209,9 @@ function threshold() {
 }
 $("threshold").oninput = threshold;
 $("try").onsubmit = (event) => { event.preventDefault(); guard(async () => {
-  const found = await json("POST", `/v1/classifiers/${encodeURIComponent(chosen)}/classify`, { text: $("try-text").value });
-  const shown = table(["Class", "Confidence", ""], found.classes.map((one, index) => [one.class_name, percent(one.confidence), index ? "" : make("span", "", { "data-confidence": one.confidence })]));
-  $("answer").replaceChildren(shown); threshold();
+  const [found] = (await json("POST", at("/classify_batch"), { collection: [{ text: $("try-text").value }] })).collection;
+  const answers = table(["Class", "Confidence", ""], found.classes.map((one, index) => [one.class_name, percent(one.confidence), index ? "" : make("span", "", { "data-confidence": one.confidence })]));
+  $("answer").replaceChildren(...(found.out_of_scope ? [make("p", "Out of scope: this is unlike all rows of the upload.", { class: "bad" })] : []), answers); threshold();
 }); };
 document.querySelectorAll("[data-copy]").forEach((one) => { one.type = "button"; one.onclick = () => guard(async () => {
   const text = $("try-text").value || "your text", quoted = JSON.stringify(text), id = JSON.stringify(chosen), url = JSON.stringify(location.origin);

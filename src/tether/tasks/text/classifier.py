@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from tether.errors import Damaged, UsageError
 from tether.tasks.networks import TextCnn
-from tether.tasks.text.features import Features, tokens
+from tether.tasks.text.encoder import Vectors, reopened
+from tether.tasks.text.features import Features, Floats, tokens
 from tether.tasks.text.linear import Weights, scores
 from tether.tasks.text.mixture import Mixture
 
@@ -43,10 +45,17 @@ class Classifier:
         weights: Weights,
         mixture: Mixture,
         network: tuple[TextCnn, Mapping[str, int], int] | None = None,
+        *,
+        vectors: Vectors | None = None,
+        familiar_min: float | None = None,
     ) -> None:
-        """`weights` are those of the linear model; `network` comes with its words and the length of a text."""
+        """`weights` are those of the linear model; `network` comes with its words and the length of a text.
+
+        `vectors` are the linear model's further features; texts less familiar than `familiar_min` are out of scope.
+        """
         self.labels = list(labels)
         self._features, self._weights, self._mixture, self._network = features, weights, mixture, network
+        self._vectors, self._familiar_min = vectors, familiar_min
 
     @property
     def multilabel(self) -> bool:
@@ -66,12 +75,15 @@ class Classifier:
         return "linear" if self._network is None else "final"
 
     @staticmethod
-    def load(path: Path | str) -> Classifier:
-        """From a run directory, a folder with a classifier, or the file itself. It works while the run goes on."""
+    def load(path: Path | str, encoder: Path | str | None = None) -> Classifier:
+        """From a run directory, a folder with a classifier, or the file itself. It works while the run goes on.
+
+        A classifier that was trained with an encoder needs the folder of that encoder.
+        """
         path = Path(path)
         for file in (path / "task" / CLASSIFIER, path / CLASSIFIER, path):
             if file.is_file():
-                return Classifier.from_bytes(file.read_bytes())
+                return Classifier.from_bytes(file.read_bytes(), encoder)
         raise UsageError(f"{path} has no {CLASSIFIER}: name the directory of a run of task text, or that file")
 
     def save(self, path: Path | str) -> None:
@@ -80,12 +92,19 @@ class Classifier:
 
     def to_bytes(self) -> bytes:
         """The classifier as a safetensors file."""
-        settings: dict[str, Any] = {"labels": self.labels, "mixture": self._mixture.described()}
+        settings: dict[str, Any] = {
+            "labels": self.labels,
+            "mixture": self._mixture.described(),
+            "familiar_min": self._familiar_min,
+        }
         tensors = {
             "linear.hashes": self._features.hashes.view(np.int64),
             "linear.frequencies": self._features.weights,
             "linear.weights": self._weights.astype(np.float16),
         }
+        if self._vectors is not None:
+            settings["encoder"] = self._vectors.encoder.digest
+            tensors["encoder.mean"] = self._vectors.mean
         if self._network is not None:
             model, words, length = self._network
             settings |= {"words": list(words), "length": length}
@@ -94,8 +113,8 @@ class Classifier:
         return save({name: np.ascontiguousarray(value) for name, value in tensors.items()})
 
     @staticmethod
-    def from_bytes(data: bytes) -> Classifier:
-        """The classifier of such a file."""
+    def from_bytes(data: bytes, encoder: Path | str | None = None) -> Classifier:
+        """The classifier of such a file, and the folder of its encoder if it was trained with one."""
         try:
             tensors = load(data)
             settings = json.loads(tensors["settings"].tobytes())
@@ -114,9 +133,14 @@ class Classifier:
                 model.load_state_dict(state)
                 index = {word: number for number, word in enumerate(settings["words"], UNKNOWN + 1)}
                 network = model.eval(), index, int(settings["length"])
+            digest, mean = settings.get("encoder"), tensors.get("encoder.mean")
+            familiar_min = settings.get("familiar_min")
         except Exception as error:  # safetensors has errors of its own
             raise Damaged(f"{CLASSIFIER} is damaged ({error}): train again") from error
-        return Classifier(settings["labels"], features, weights, mixture, network)
+        vectors = None if digest is None or mean is None else reopened(encoder, digest, mean)
+        return Classifier(
+            settings["labels"], features, weights, mixture, network, vectors=vectors, familiar_min=familiar_min
+        )
 
     def probabilities(self, texts: Sequence[str]) -> Tensor:
         """Of every label for each text."""
@@ -131,14 +155,43 @@ class Classifier:
             for places, values in zip(best.indices.tolist(), best.values.tolist(), strict=True)
         ]
 
+    def out_of_scope(self, texts: Sequence[str]) -> list[bool]:
+        """Whether each text is less like the training rows than nearly all rows were that had been set aside."""
+        if self._familiar_min is None:
+            return [False] * len(texts)
+        found: list[bool] = []
+        for start in range(0, len(texts), _CHUNK):
+            part = texts[start : start + _CHUNK]
+            found += (familiarity(self._features, part, self._linear(part)) < self._familiar_min).tolist()
+        return found
+
+    def _linear(self, texts: Sequence[str]) -> Floats:
+        matrix = self._features.matrix(texts)
+        if self._vectors is not None:
+            matrix = matrix.with_dense(self._vectors(texts), self._features.count)
+        return scores(matrix, self._weights)
+
     def _chunk(self, texts: Sequence[str]) -> Tensor:
-        linear = torch.from_numpy(scores(self._features.matrix(texts), self._weights))
+        linear = torch.from_numpy(self._linear(texts))
         network = None
         if self._network is not None:
             model, words, length = self._network
             with torch.no_grad():
                 network = model(encode(texts, words, length))
         return self._mixture.probabilities(linear, network)
+
+
+def familiarity(features: Features, texts: Sequence[str], linear: Floats) -> Floats:
+    """How much texts are like those of training: do one-against-the-rest scores claim them, and are the words known?"""
+    found: Floats = linear.max(1) + features.coverage(texts)
+    return found
+
+
+def least_familiar(values: Floats) -> float | None:
+    """Below which a text is out of scope: 5 of 100 texts of the kind that was trained on are, fewer if few tell."""
+    if not len(values):
+        return None
+    return float(np.quantile(values, 0.05) - values.std() / math.sqrt(len(values)))
 
 
 def encode(texts: Iterable[str], words: Mapping[str, int], length: int) -> Tensor:

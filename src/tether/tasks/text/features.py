@@ -66,6 +66,14 @@ class Matrix:
     def __len__(self) -> int:
         return len(self.starts) - 1
 
+    def with_dense(self, vectors: Floats, column: int) -> Matrix:
+        """The rows with a dense vector behind each, whose first value has this column."""
+        count, width = vectors.shape
+        ends = np.repeat(self.starts[1:], width)
+        columns = np.tile(np.arange(column, column + width), count)
+        starts = self.starts + width * np.arange(count + 1)
+        return Matrix(starts, np.insert(self.columns, ends, columns), np.insert(self.values, ends, vectors.reshape(-1)))
+
 
 @dataclass(frozen=True)
 class Features:
@@ -112,6 +120,19 @@ class Features:
         columns = np.insert(places, ends, len(self.hashes))
         starts = np.concatenate(([0], ends + np.arange(1, count + 1)))
         return Matrix(starts, columns, np.insert(values, ends, 1.0))
+
+    def coverage(self, texts: Sequence[str]) -> Floats:
+        """How much of each text was seen in training: the share of its words, of which rare ones count more."""
+        text_of, starts, ends, digest = _segments([normalize(text) for text in texts], _WORD)
+        words = _mixed(digest(starts, ends), 1) & ~np.uint64(1)
+        places = np.searchsorted(self.hashes, words)
+        places[places == len(self.hashes)] = 0
+        known = self.hashes[places] == words if len(self.hashes) else np.zeros(len(words), bool)
+        # a word that no row had is as rare as a word can be
+        weights = np.where(known, self.weights[places], self.weights.max()) if len(self.hashes) else np.ones(len(words))
+        whole = np.bincount(text_of, weights, len(texts))
+        found: Floats = (np.bincount(text_of, weights * known, len(texts)) / np.maximum(whole, 1e-9)).astype(np.float32)
+        return found
 
     @property
     def count(self) -> int:

@@ -104,7 +104,8 @@ def _log_ratios(matrix: Matrix, targets: Floats, rows: Integers, features: int) 
         1.0 + np.bincount(matrix.columns[chosen[row] & (targets[row] == sign)], minlength=features) for sign in (1, -1)
     ]
     ratios = np.abs(np.log(counts[0] / counts[0].sum()) - np.log(counts[1] / counts[1].sum()))
-    ratios[-1] = 1.0
+    # what every row has, a constant and dense vectors, is used alike
+    ratios[counts[0] + counts[1] - 2 == len(rows)] = 1.0
     mean = np.sqrt((ratios[matrix.columns] ** 2).mean())
     scale: Floats = (0.5 + 0.5 * ratios / mean).astype(np.float32)
     return scale

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,8 @@ from tether.errors import UsageError
 from tether.task import Length
 from tether.tasks.classification import Classification
 from tether.tasks.networks import TextCnn
-from tether.tasks.text.classifier import CLASSIFIER, UNKNOWN, Classifier, encode
+from tether.tasks.text.classifier import CLASSIFIER, UNKNOWN, Classifier, encode, familiarity, least_familiar
+from tether.tasks.text.encoder import Encoder, Vectors
 from tether.tasks.text.features import Features, Floats, Matrix, tokens
 from tether.tasks.text.linear import Linear, scores
 from tether.tasks.text.mixture import Mixture
@@ -54,6 +55,13 @@ class _LinearPart:
     linear: Linear
     validated: Tensor
     held_out: Tensor
+    vectors: Vectors | None
+    #: what the classifier takes for out of scope
+    familiar_min: float | None
+
+    @property
+    def columns(self) -> int:
+        return self.features.count + (self.vectors.encoder.width if self.vectors is not None else 0)
 
 
 class Text(Classification):
@@ -85,6 +93,7 @@ class Text(Classification):
         "embedding": "values that represent a word",
         "filters": "number of filters of each width",
         "sparse": "whether a step changes only the embeddings of the words in the batch",
+        "encoder": "folder of a pretrained encoder in HuggingFace's layout, whose vectors the linear model uses too",
     }
     networks: ClassVar = {"cnn": TextCnn}
     #: texts may be long
@@ -110,6 +119,7 @@ class Text(Classification):
         embedding: int = 64,
         filters: int = 64,
         sparse: bool = False,
+        encoder: str | None = None,
     ) -> None:
         widest = max(TextCnn.widths)
         for name, value, least in (
@@ -134,6 +144,9 @@ class Text(Classification):
         self.embedding = embedding
         self.filters = filters
         self.sparse = sparse
+        self.encoder = Path(encoder).expanduser().resolve() if encoder else None
+        if self.encoder is not None:
+            Encoder.open(self.encoder)  # says now what is wrong with it
         train, validated, held_out = self._rows()
         texts = [tokens(row.text) for row in train]
         counts = Counter(word for text in texts for word in text)
@@ -174,7 +187,7 @@ class Text(Classification):
         began = time.monotonic()
         part = self._linear_part
         mixture = Mixture.learned(part.validated, None, self._targets(1), self.multilabel)
-        found = Classifier(self.labels, part.features, part.linear.final_weights(), mixture).to_bytes()
+        found = self._classifier(part.linear, mixture).to_bytes()
         if self.on_linear is not None:
             self.on_linear(time.monotonic() - began)
         return {CLASSIFIER: found}
@@ -197,14 +210,26 @@ class Text(Classification):
         linear = part.linear
         if part.fitted < len(part.matrix):
             begin = Linear(linear.weights.copy(), linear.duals.copy(), linear.scale)
-            linear = Linear.fit(part.matrix, part.targets, np.arange(len(part.matrix)), part.features.count, begin)
+            linear = Linear.fit(part.matrix, part.targets, np.arange(len(part.matrix)), part.columns, begin)
         words, embedding = model.get_parameter("embedding.weight").shape
         network = TextCnn(words, len(self.labels), embedding, self.filters)
         network.load_state_dict({name: value.cpu() for name, value in model.state_dict().items()})
-        whole = Classifier(
-            self.labels, part.features, linear.final_weights(), mixture, (network.eval(), self.words, self.length)
-        )
+        whole = self._classifier(linear, mixture, (network.eval(), self.words, self.length))
         return {CLASSIFIER: whole.to_bytes(), HELD_OUT: json.dumps({"rows": answers}, ensure_ascii=False)}
+
+    def _classifier(
+        self, linear: Linear, mixture: Mixture, network: tuple[TextCnn, Mapping[str, int], int] | None = None
+    ) -> Classifier:
+        part = self._linear_part
+        return Classifier(
+            self.labels,
+            part.features,
+            linear.final_weights(),
+            mixture,
+            network,
+            vectors=part.vectors,
+            familiar_min=part.familiar_min,
+        )
 
     def scheduler(self, optimizer: torch.optim.Optimizer, length: Length) -> LRScheduler:
         """The learning rate rises in the first part of the run and then falls to 0."""
@@ -284,18 +309,38 @@ class Text(Classification):
     @cached_property
     def _linear_part(self) -> _LinearPart:
         train, validated, held_out = self._rows()
-        features, matrix = Features.of([row.text for row in (*train, *validated)])
+        texts, aside = [row.text for row in (*train, *validated)], [row.text for row in validated]
+        features, matrix = Features.of(texts)
+        vectors, columns = None, features.count
+        if self.encoder is not None:
+            vectors, dense = Vectors.of(Encoder.open(self.encoder), texts)
+            matrix, columns = matrix.with_dense(dense, features.count), columns + dense.shape[1]
         true = torch.cat([self._is_true(self._targets(part)) for part in (0, 1)]).numpy()
         targets = np.where(true, 1, -1).astype(np.float32)
         if len(self.labels) == 2 and not self.multilabel:
             targets = np.ascontiguousarray(targets[:, 1:])
-        linear = Linear.fit(matrix, targets, np.arange(len(train)), features.count)
+        linear = Linear.fit(matrix, targets, np.arange(len(train)), columns)
         weights = linear.final_weights()
-        aside, other = (
-            torch.from_numpy(scores(features.matrix([row.text for row in rows]), weights))
-            for rows in (validated, held_out)
+
+        def scored(texts: list[str]) -> Floats:
+            rows = features.matrix(texts)
+            if vectors is not None:
+                rows = rows.with_dense(vectors(texts), features.count)
+            return scores(rows, weights)
+
+        found, held = scored(aside), scored([row.text for row in held_out])
+        familiar_min = least_familiar(familiarity(features, aside, found)) if aside else None
+        return _LinearPart(
+            features,
+            matrix,
+            targets,
+            len(train),
+            linear,
+            torch.from_numpy(found),
+            torch.from_numpy(held),
+            vectors,
+            familiar_min,
         )
-        return _LinearPart(features, matrix, targets, len(train), linear, aside, other)
 
     @cached_property
     def _samples(self) -> tuple[TensorDataset, TensorDataset, TensorDataset]:
