@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from rich.console import Console
 
 from tether.bench.spark import output_of
 from tether.cli import app as cli
@@ -340,9 +342,24 @@ def test_lists_name_every_protocol_and_task_with_defaults(tether: Callable[[str]
     listed = tether("protocols").out
     assert "tau = auto" in listed
     assert all(f"  for {options.suits[:40]}" in listed for options in known().values())
+    alone = tether("protocols tide").out
+    assert "  drift = auto" in alone and "mpca" not in alone
     listed = tether("tasks").out
     for name in ("digits", "fashion", "cifar", "chars", "synthetic"):
         assert f"{name}  " in listed
+
+
+def test_in_a_terminal_a_list_is_wrapped_at_words(
+    tether: Callable[[str], Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.StringIO()
+    monkeypatch.setattr(
+        "tether.cli.lists.out", Console(file=written, force_terminal=True, color_system=None, width=60, soft_wrap=True)
+    )
+    assert tether("protocols tide").status == 0
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    assert max(map(len, lines)) <= 60
+    assert "      how many shards are under way at a time: broadcast," in lines
 
 
 WRONG = [
@@ -353,8 +370,9 @@ WRONG = [
     ),
     (
         "train digits --set tau=3",
-        "protocol tide has no option 'tau'; it is one of averaging, streaming, elastic: choose",
+        "protocol tide has no option 'tau'; these have it: averaging, streaming, elastic. Choose",
     ),
+    ("protocols tyde", "unknown protocol 'tyde'; known: averaging, elastic"),
     ("train digits -p averaging --set tau=x", "option tau of protocol averaging is 'x'; expected"),
     ("train digits -p averaging --set tau=0", "tau must be at least 1"),
     ("train digits -p averaging --set tao=3", "tau. Did you mean 'tau'?"),
@@ -653,12 +671,12 @@ def test_the_demo_compares_protocols_on_a_slow_network_and_writes_two_reports(
     monkeypatch.setattr("tether.cli.demo.TARGET", 0.2)  # sooner reached
     said = tether("demo --to out --epochs 1")
     assert said.status == 0, said.err
-    for label in ("one worker", "server", "averaging", "DiLoCo", "mpca"):
+    for label in ("one worker", "server", "averaging", "DiLoCo", "mpca", "tide"):
         _, _, seconds, speedup, computing = row(said, label)
         assert int(seconds) > 0 and float(speedup) > 0 and computing.endswith("%"), label
     assert "times as fast as one worker" in said.out
     pages = {place: (tmp_path / "out" / place / "report.html").read_text() for place in ("report", "report-processes")}
-    for page, runs in zip(pages.values(), (5, 2), strict=True):
+    for page, runs in zip(pages.values(), (6, 2), strict=True):
         assert f"digits: {runs} runs" in page
     assert "8 simulated workers, links of 100mbit, a model of 1MiB" in pages["report"]
     assert "times as fast as one worker" in pages["report"]

@@ -86,7 +86,7 @@ def test_a_killed_actor_and_the_actors_of_a_killed_raylet_are_noticed_and_replac
         tether.Elastic(tau=5),
         tether.Ray(3, raylets.address),
         steps=10**7,
-        seconds=120,
+        seconds=at_this_load(120.0),
         run_dir=tmp_path / "run",
         progress=killer,
         stop=lambda: "both are replaced" if len(killer.joined) >= 2 else None,

@@ -161,7 +161,7 @@ def test_what_was_saved_as_code_loads_only_where_its_writer_is_trusted(spark: An
     pickled.write_bytes(cloudpickle.dumps(Evil(tmp_path / "evil")))
     (tmp_path / "saved" / f".{pickled.name}.crc").unlink()  # Hadoop's own checksum
     for load in (type(saved).load, type(saved).read().load):
-        with pytest.raises(UsageError, match=r"If you trust whoever wrote it, load it with \w+.load\(.*, trust=True\)"):
+        with pytest.raises(UsageError, match=r"If you trust its author, load it with \w+.load\(.*, trust=True\)"):
             load(path)
     assert not (tmp_path / "evil").exists()
 

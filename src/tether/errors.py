@@ -4,10 +4,10 @@ TetherError
 +-- UsageError          the request cannot be met: an unknown name, a bad value, a missing extra
 |   +-- TaskError       the task itself is wrong: a missing method, a loss that is not a scalar
 |       +-- Diverged    losses, gradients or weights are no longer finite
-|   +-- Damaged         a file of a run is not what was written
+|   +-- Damaged         a file of a run is damaged
 +-- RunError            a run that started properly ended badly
 |   +-- NodesLost       no worker is left, or the hub has died: the run can resume from its last checkpoint
-|   +-- Stalled         nothing can happen any more although the run is not finished
+|   +-- Stalled         no event is left, but the run is not finished
 +-- InvariantBroken     a protocol's own check failed, or a tensor changed after it was sent
 +-- InternalError       Tether itself is at fault: an unexpected exception outside the user's code
 +-- WireError           a message that is malformed, too large or of an unknown type
@@ -46,11 +46,11 @@ class Damaged(UsageError):
 
 
 class RunError(TetherError):
-    """A run ended before it was finished, and its task is not to blame."""
+    """A run ended before it was finished, through no fault of its task."""
 
 
 class NodesLost(RunError):
-    """Nodes have died that the run cannot go on without."""
+    """The run lost nodes that it cannot continue without."""
 
     #: when they died, and after how many events, if the simulator says so
     seconds = 0.0
@@ -76,8 +76,8 @@ class WireError(TetherError):
 class Interrupted(KeyboardInterrupt):
     """The user has interrupted a run.
 
-    `result` is what `run` would have returned: the joint model as it is, metrics, figures. It is None if nothing was
-    learned yet or if the run could not end in good order in time. `directory` is the run directory.
+    `result` is what `run` would have returned: the current joint model, metrics and figures. It is None if nothing was
+    learned yet or if the run could not shut down in time. `directory` is the run directory.
     """
 
     def __init__(self, directory: Path, result: Any = None, *, resumable: bool = False) -> None:
@@ -86,7 +86,7 @@ class Interrupted(KeyboardInterrupt):
         when = f"after step {result.figures['steps']}" if result is not None else "without a result"
         how = f"; continue with 'tether resume {directory}'" if resumable else ""
         if result is None and not resumable:
-            how = f" and without a checkpoint: start the run again, if you like with --run {directory} (run_dir)"
+            how = f" and without a checkpoint: start the run again; --run {directory} (run_dir) reuses its directory"
         super().__init__(f"interrupted {when}{how}")
 
 
@@ -95,7 +95,7 @@ def internal(error: Exception | str, node: str = "") -> InternalError:
     what = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
     where = f" in {node}" if node else ""
     return InternalError(
-        f"internal error{where}: {what}. This is a fault in Tether and not in your task: please report it, with the "
+        f"internal error{where}: {what}. This is a fault in Tether, not in your task: please report it, with the "
         "traceback"
     )
 
@@ -118,7 +118,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
 
 
 def guess(name: str, known: Iterable[str]) -> str:
-    """A question, after a space, whether the known name that is most like this one was meant; "" if none is."""
+    """ " Did you mean NAME?" for the known name that is most similar; "" if none is."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f" Did you mean {close[0]!r}?" if close else ""
 

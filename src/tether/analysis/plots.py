@@ -23,7 +23,7 @@ from tether.analysis.speedup import SPEEDUP_NOTE, Fit, fits, most_fall, speedup_
 WIDTH_INCHES = 12.0
 #: points drawn per line; without a limit, the page of a long run would take hundreds of megabytes
 POINTS_MAX = 1000
-#: a line with at most this many points marks each of them, so that nobody reads a straight line as a measurement
+#: a line with at most this many points marks each of them, so that readers do not take a straight line for measurements
 POINTS_MARKED_MAX = 40
 #: with more bars than this, only some are labelled
 BARS_NAMED_MAX = 16

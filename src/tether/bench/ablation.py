@@ -1,4 +1,4 @@
-"""Tide with a part of another protocol in place of its own, to see what the part is worth."""
+"""Tide with a part of another protocol in place of its own, to measure the effect of that part."""
 
 from __future__ import annotations
 

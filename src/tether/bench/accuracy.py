@@ -1,4 +1,4 @@
-"""What more workers on one machine cost in accuracy, after figure 7 of the GaDei paper, which calls them learners.
+"""Accuracy with more workers (learners) on one machine, after figure 7 of the GaDei paper.
 
 One, two and four workers see the same number of texts, with the optimizer and the mini-batches that the task chooses.
 Their learning rate is that of one worker, since a smaller one would only train less in as many epochs. An accuracy is

@@ -88,7 +88,7 @@ def _slow(workers: int, seconds: float) -> Faults:
     return faults
 
 
-#: by name: what befalls a run of so many workers that would last so many seconds if nobody ever waited
+#: by name: the faults of a run, given its number of workers and the seconds that it would last without waiting
 DISTURBANCES: dict[str, Callable[[int, float], Faults]] = {
     "none": lambda workers, seconds: Faults(),
     "slow": _slow,

@@ -1,4 +1,4 @@
-"""What checkpoints cost training."""
+"""How much checkpoints slow down training."""
 
 from __future__ import annotations
 

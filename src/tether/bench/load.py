@@ -17,7 +17,7 @@ _CONNECTIONS = 64
 
 
 async def measure(url: str, headers: dict[str, str], body: str, rate: float, seconds: float) -> dict[str, Any]:
-    """POST `body` to `url` so many times a second."""
+    """POST `body` to `url` at this rate per second."""
     parts = urlsplit(url)
     host, port = parts.hostname or "", parts.port or 80
     lines = {"Host": f"{host}:{port}", "Content-Length": str(len(body.encode())), **headers}

@@ -1,4 +1,4 @@
-"""What an own loop costs when it is launched, against the script alone."""
+"""A script under `tether launch` against the script alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the parts of MPCA SGD are worth, after figures 5 to 8, 10a and 10c of its paper."""
+"""MPCA SGD without each of its parts, after figures 5 to 8, 10a and 10c of its paper."""
 
 from __future__ import annotations
 

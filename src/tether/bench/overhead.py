@@ -1,4 +1,4 @@
-"""What a single worker in Tether costs against a plain PyTorch loop."""
+"""One worker in Tether against a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tether.task import Task
 
 def overhead(
     task: Annotated[
-        str, typer.Option(help="The task to train. Choose your own to see what Tether costs it.")
+        str, typer.Option(help="The task to train. Choose your own to measure Tether's overhead on it.")
     ] = "fashion",
     data: Annotated[Path | None, typer.Option(help="The task's data: a folder or file. Needed by fashion.")] = None,
     steps: Annotated[

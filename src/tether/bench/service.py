@@ -1,4 +1,4 @@
-"""What `tether serve` stands: how soon a small upload answers, how it answers under load while it trains, and kills.
+"""`tether serve` under load: how fast it answers while it trains, and what it loses when it is killed.
 
 The service and the generator of requests are processes of their own. A kill is SIGKILL at a random moment, in turns of
 the service and of one process of a training; what was acknowledged before is then compared with what is there.

@@ -1,4 +1,4 @@
-"""What exchanges on a Spark cluster cost, after section 5 of the MPCA SGD paper.
+"""The time of exchanges on a Spark cluster, after section 5 of the MPCA SGD paper.
 
 The executors are processes of this machine, unless a master is given. With a link they have hosts of their own, and so
 has the driver. Where all share the memory and the cores of one machine, an exchange takes CPU time, which phases that

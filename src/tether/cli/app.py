@@ -24,22 +24,22 @@ COMMANDS = {
     "train": ("train", "Train a task and print the result."),
     "resume": ("train", "Continue a run from its newest checkpoint."),
     "launch": ("launch", "Run a script of your own on several workers that stay tied to one joint model."),
-    "worker": ("cluster", "Train on this machine for a run on another one."),
+    "worker": ("cluster", "Train on this machine, as a worker of a run that another machine started."),
     "keys": ("cluster", "Make a key for the machines of a cluster."),
     "top": ("top", "Watch a run in the terminal, on this machine or on a cluster."),
     "export": ("model", "Write the model of a run to one file, for use without Tether."),
-    "classify": ("model", "Classify texts with the model of a run of task text."),
+    "classify": ("model", "Classify texts with a model that task text has trained."),
     "serve": ("serve", "Serve a page and an HTTP interface where people upload texts and get a classifier."),
-    "replay": ("train", "Feed a recorded run into fresh machines and check that they do the same again."),
-    "protocols": ("lists", "List the protocols with their options and defaults."),
+    "replay": ("train", "Replay the events of a recorded run and check that the protocol does the same again."),
+    "protocols": ("lists", "List the protocols: when to choose each, its options and their defaults."),
     "tasks": ("lists", "List the built-in tasks with their options and defaults."),
-    "report": ("report", "Draw runs side by side: a table here, an HTML page and a PNG."),
-    "study": ("sweeps", "Simulate error against time over mini-batch size, number of workers and protocol."),
-    "tune": ("sweeps", "Search a protocol's alpha on a small part of the data."),
+    "report": ("report", "Compare runs: print a table, write an HTML page and a PNG."),
+    "study": ("sweeps", "Simulate how error and time depend on mini-batch size, number of workers and protocol."),
+    "tune": ("sweeps", "Search the best alpha of a protocol on a small part of the data."),
     "swarm": ("testing", "Simulate many runs with random clusters and faults, and check every one."),
-    "chaos": ("testing", "Kill, stop and starve real processes, and check that every run survives."),
-    "doctor": ("doctor", "Check what Tether needs on this machine, and its devices."),
-    "demo": ("demo", "Compare protocols on a simulated slow network, and train in real processes."),
+    "chaos": ("testing", "Kill, stop and starve real processes, and check that every run still finishes."),
+    "doctor": ("doctor", "Check that this machine and its devices have what Tether needs."),
+    "demo": ("demo", "Train in real processes, then compare protocols on a simulated slow network."),
 }
 
 app = typer.Typer(
@@ -62,7 +62,7 @@ for _name, (_module, _line) in COMMANDS.items():
 for _group, _help, _commands in (
     (
         "caffe",
-        "Look at nets of Caffe, test trained weights, and go back to Caffe.",
+        "Inspect Caffe nets, test trained weights, and write files for Caffe.",
         {
             "summary": ("summary", "Show the layers of a net with their shapes, parameters and connections."),
             "score": ("score", "Test trained weights on the data of a net."),
@@ -82,7 +82,9 @@ for _group, _help, _commands in (
     for _name, (_target, _line) in _commands.items():
         defer(_typer, _name, _line, partial(_function, "caffe", _target))
     app.add_typer(_typer, name=_group, help=_help)
-app.add_typer(benchmarks, name="bench", help="Measure something, as ratios that can be repeated.")
+app.add_typer(
+    benchmarks, name="bench", help="Run a benchmark; its results are ratios, which can be compared between machines."
+)
 
 
 def main() -> None:

@@ -16,24 +16,24 @@ from tether.cli.output import show_report
 
 #: by name: the line in `tether bench --help`; `tether.bench.NAME` has the function of that name
 BENCHMARKS = {
-    "accuracy": "What more workers on one machine cost in accuracy (GaDei).",
-    "allreduce": "A round of the grid against gloo's allreduce, in processes.",
-    "checkpoint": "What checkpoints cost training.",
-    "cycles": "Errors at equal samples where exchanges are slow, in the simulator.",
-    "frontier": "Time to a target of every protocol, over networks, workers and tasks, in the simulator.",
+    "accuracy": "Accuracy with more workers on one machine (GaDei).",
+    "allreduce": "A round of the grid against an allreduce by gloo, in processes.",
+    "checkpoint": "How much checkpoints slow down training.",
+    "cycles": "Errors after equal samples when exchanges are slow, in the simulator.",
+    "frontier": "Time to a target for every protocol, over networks, workers and tasks, in the simulator.",
     "grid": "How the grid scales, uses the network and learns, in the simulator.",
-    "loops": "An own loop that is launched against the script alone.",
-    "mpca": "What the parts of MPCA SGD are worth, in the simulator.",
+    "loops": "A script under 'tether launch' against the script alone.",
+    "mpca": "MPCA SGD without each of its parts, in the simulator.",
     "overhead": "One worker in Tether against a plain PyTorch loop.",
     "rudra": "Staleness and overlap of the parameter server, in the simulator (Rudra).",
     "scaleup": "Two workers on one machine against DDP, Hogwild and others (GaDei).",
-    "scaling": "Time to a target error of mpca with 1 to 64 workers, in the simulator.",
-    "service": "How soon `tether serve` answers, under load while it trains, and what kills cost.",
+    "scaling": "Time to a target error for mpca with 1 to 64 workers, in the simulator.",
+    "service": "How fast `tether serve` answers under load while it trains, and what is lost when it is killed.",
     "sim": "Events per second of the simulator.",
-    "spark": "What exchanges on a Spark cluster cost.",
-    "table2": "Time to a target error of every protocol, in the simulator (MPCA SGD).",
-    "text": "Accuracy and turn-around of task text beside TF-IDF with a linear SVM.",
-    "utilization": "How much of their time workers in processes compute under mpca.",
+    "spark": "The time of exchanges on a Spark cluster.",
+    "table2": "Time to a target error for every protocol, in the simulator (MPCA SGD).",
+    "text": "Accuracy and training time of task text against TF-IDF with a linear SVM.",
+    "utilization": "The share of their time that workers in processes compute under mpca.",
 }
 
 

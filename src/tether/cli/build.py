@@ -1,4 +1,4 @@
-"""Protocols, runtimes and settings, built from what the command line says."""
+"""Protocols, runtimes and settings, built from the arguments of the command line."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def split_settings(texts: list[str], protocol: type[Options], task: str) -> tupl
             for_task[name] = value
         else:
             if others := [other for other, kind in protocols.known().items() if name in settings.parameters(kind)]:
-                having = f"protocol {protocol.name} has no option {name!r}; it is one of {', '.join(others)}"
-                raise UsageError(f"{having}: choose with --protocol, or leave it out")
+                having = f"protocol {protocol.name} has no option {name!r}; these have it: {', '.join(others)}"
+                raise UsageError(f"{having}. Choose one with --protocol, or leave the option out")
             known = [*settings.parameters(protocol), *of_task]
             raise unknown(f"option of protocol {protocol.name} or task {task}", name, known)
     return for_protocol, for_task
@@ -61,7 +61,7 @@ def runtime(
         )
     if only_sim and on in api.RUNTIMES and on != "sim":
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)
-        raise UsageError(f"{flags}: only a simulated cluster has that; add --on sim")
+        raise UsageError(f"{flags} works only on a simulated cluster: add --on sim")
     return api.make_runtime(on, least, master, protocol, address=address, device=device, **only_sim, **only_cluster)
 
 

@@ -27,9 +27,9 @@ from tether.execution.directory import RunDirectory
 from tether.learner.learner import Learner
 
 NetArgument = Annotated[Path, typer.Argument(metavar="NET", help="A net file.")]
-PhaseOption = Annotated[str, typer.Option(help="TRAIN or TEST.")]
+PhaseOption = Annotated[str, typer.Option(help="The phase of the net: TRAIN or TEST.")]
 SourcesOption = Annotated[
-    list[str] | None, typer.Option("--data", metavar="NAME=PATH", help="Where the data of a layer is; may be repeated.")
+    list[str] | None, typer.Option("--data", metavar="NAME=PATH", help="The data of a layer; may be repeated.")
 ]
 
 
@@ -49,7 +49,11 @@ def summary(
     data: SourcesOption = None,
     inputs: Annotated[
         list[str] | None,
-        typer.Option("--input", metavar="TOP=N,C,H,W", help="The shape of a top of a data layer, without its data."),
+        typer.Option(
+            "--input",
+            metavar="TOP=N,C,H,W",
+            help="The shape of a data layer's top. Use it when the data is not there; may be repeated.",
+        ),
     ] = None,
     draw: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Draw the graph to this .svg, .png or .pdf.")
@@ -112,7 +116,7 @@ def score(
     model: Annotated[Path, typer.Option(help="The net file.")],
     weights: Annotated[Path, typer.Option(help="The .caffemodel file.")],
     data: SourcesOption = None,
-    batches: Annotated[int | None, typer.Option(help="How many batches; all of the data unless given.")] = None,
+    batches: Annotated[int | None, typer.Option(help="The number of batches; by default all of the data.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Test trained weights: print the outputs of a net in phase TEST, as means over the data."""
@@ -139,7 +143,7 @@ def snapshot(
     to: Annotated[
         Path | None,
         typer.Option(
-            "--to", metavar="PREFIX", help="Begin the names of the files like this; as the solver says if not."
+            "--to", metavar="PREFIX", help="The beginning of the file names; by default the solver's snapshot_prefix."
         ),
     ] = None,
 ) -> None:
@@ -191,7 +195,9 @@ def to_lmdb_command(
 
 def from_lmdb_command(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The LMDB to read.")],
-    file: Annotated[Path, typer.Argument(metavar="FILE.npz", help="Where to: arrays data and label.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE.npz", help="The .npz file to write, with the arrays data and label.")
+    ],
 ) -> None:
     """Read an LMDB of Datum records into arrays of images and labels."""
     total = len(LmdbData(folder))

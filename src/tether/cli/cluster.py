@@ -26,19 +26,24 @@ USAGE_STATUS = 2
 
 
 def worker(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where 'tether train --on cluster' listens.")],
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="The address at which 'tether train --on cluster' listens.")
+    ],
     key: KeyOption,
     data: DataOption = None,
     accept_code: Annotated[
         bool,
-        typer.Option("--accept-code", help="Also run a task that comes from the driver, such as that of a notebook."),
+        typer.Option(
+            "--accept-code",
+            help="Also run code that the driver sends. Use it for tasks that are defined in a notebook.",
+        ),
     ] = False,
-    wait: Annotated[float, typer.Option(help="How many seconds to wait for the driver to listen.")] = 60.0,
+    wait: Annotated[float, typer.Option(help="Seconds to wait until the driver listens.")] = 60.0,
     stay: Annotated[
-        bool, typer.Option("--stay", help="Join again when cut off, and join the next run when one is over.")
+        bool, typer.Option("--stay", help="Join again after a lost connection, and join the next run when one ends.")
     ] = False,
 ) -> None:
-    """Train on this machine for a run on another one, until that run is over."""
+    """Train on this machine, as a worker of a run that another machine started, until that run ends."""
     host = parse_address(address)
     keys = read_key(key)
     if stay:
@@ -57,10 +62,13 @@ def worker(
     err.print(f"tether: {name}: the run is over", highlight=False, markup=False)
 
 
-def keys(path: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the key.")]) -> None:
+def keys(path: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write the key to.")]) -> None:
     """Make a key for the machines of a cluster."""
     make_key(path)
-    err.print(f"tether: {path} is the key. Copy it to every machine; who has it can join and read.", highlight=False)
+    err.print(
+        f"tether: {path} is the key. Copy it to every machine. Anyone who has it can join runs and read their traffic.",
+        highlight=False,
+    )
 
 
 def _file_of(spec: str) -> Path:

@@ -1,4 +1,4 @@
-"""`tether demo`: what Tether is for, in less than a minute.
+"""`tether demo`: what Tether is for, in about a minute.
 
 First the digits are trained in real processes, by one worker and by four. Then the simulator trains them on a slow
 network with several protocols, each until it reaches the same error. Its seconds are virtual: those that eight machines
@@ -20,7 +20,7 @@ from tether.analysis.runs import load_run
 from tether.api import Result, run
 from tether.cli.output import err, out
 from tether.execution.progress import make_progress
-from tether.protocols import Averaging, Mpca, Options, Server, Single
+from tether.protocols import Averaging, Mpca, Options, Server, Single, Tide
 from tether.runtimes.base import Runtime
 from tether.runtimes.local import Local
 from tether.runtimes.sim.runtime import Sim
@@ -30,29 +30,30 @@ WORKERS, LINK, MODEL_BYTES, STEP_SECONDS = 8, "100mbit", "1MiB", 0.1
 #: small mini-batches have noisy gradients, so that there is something to gain from several workers
 BATCH_SIZE = 2
 TARGET = 0.03
-#: what the runs without a simulator are
+#: the title of the runs in real processes
 PROCESSES = "digits, in processes of this machine"
-#: at which a simulated run ends that has not reached the target; it is usually reached within 5
+#: the length of a simulated run that does not reach the target; most runs reach it within 5 epochs
 EPOCHS_MAX = 15
-#: by directory: a name, the protocol, and what its workers do
+#: by name of the run: its title, the protocol, and what its workers do
 SIMULATED: Mapping[str, tuple[str, Options, str]] = {
     "single": ("one worker", Single(), "trains alone"),
     "server": ("server", Server(), "exchange at every step"),
     "averaging": ("averaging", Averaging(), "average now and then"),
     "diloco": ("DiLoCo", Averaging(outer="nesterov"), "the same, with momentum"),
     "mpca": ("mpca", Mpca(), "exchange while training"),
+    "tide": ("tide", Tide(), "both; the default"),
 }
 
 
 def demo(
-    to: Annotated[Path, typer.Option(help="The folder that runs and reports go to.")] = Path("runs/demo"),
+    to: Annotated[Path, typer.Option(help="The folder for runs and reports.")] = Path("runs/demo"),
     epochs: Annotated[
-        float, typer.Option(help="Length of the runs in real processes. Use fewer epochs on a slow machine.")
+        float, typer.Option(help="The length of the runs in real processes. Use fewer epochs on a slow machine.")
     ] = 20,
 ) -> None:
     """Train the digits in real processes, then compare protocols on a simulated slow network.
 
-    Both end with a table and a report to open in a browser. It takes less than a minute.
+    Each part prints a table and writes a report to open in a browser. The demo takes about a minute.
     """
     check_writable(to)
     real = {
@@ -128,7 +129,7 @@ def _network_table(results: Mapping[str, Result]) -> Table:
 
 
 def _network() -> str:
-    """The goal and the simulated cluster."""
+    """The target and the simulated cluster."""
     return f"digits to {TARGET:.0%} error: {WORKERS} simulated workers, links of {LINK}, a model of {MODEL_BYTES}"
 
 
@@ -147,6 +148,6 @@ def _meaning(results: Mapping[str, Result]) -> str:
     return (
         f"{WORKERS} workers that exchange gradients at every step spend {waiting:.0%} of their time waiting for this "
         f"network, and are {found['server']} times as fast as one worker alone. Workers that exchange less often, or "
-        f"while they train, make good use of it: averaging is {found['averaging']}, DiLoCo {found['diloco']} and mpca "
-        f"{found['mpca']} times as fast as one worker."
+        f"while they train, use it well: averaging is {found['averaging']}, DiLoCo {found['diloco']}, mpca "
+        f"{found['mpca']} and tide {found['tide']} times as fast as one worker."
     )

@@ -13,7 +13,7 @@ from tether.testing.doctor import examine
 
 
 def doctor(as_json: JsonOption = False) -> None:
-    """Check what Tether needs on this machine. The exit status is 1 if something does not work that should."""
+    """Check that this machine and its devices have what Tether needs. The exit status is 1 if a check fails."""
     findings = []
     for finding in examine():
         findings.append(finding)

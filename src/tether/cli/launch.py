@@ -37,16 +37,20 @@ def launch(
     ] = None,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Continue this run, with its script unless another is given."),
+        typer.Option(metavar="RUN", help="Continue this run, by default with its own script."),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the permutations that tether.sampler draws from [0].")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", help="The run directory; by default a new one in runs/.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The seed of the order in which tether.sampler draws samples [0].")
+    ] = None,
     threads: Annotated[
-        int | None, typer.Option(help="Threads of torch in each process; an equal share of all unless given.")
+        int | None, typer.Option(help="Threads of torch in each process; by default an equal share of the cores.")
     ] = None,
     checkpoint_seconds: Annotated[
         float | None,
-        typer.Option(help="Time between two checkpoints [30]. Use less to lose less when the machine fails."),
+        typer.Option(help="Seconds between checkpoints [30]. Use fewer to lose less work when the machine fails."),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -18,7 +18,9 @@ from tether.tasks.text import CLASSIFIER, Classifier
 
 def export(
     run_dir: RunOrUrlArgument,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to: model.safetensors, or model.pt.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The file to write, such as model.safetensors or model.pt.")
+    ],
 ) -> None:
     """Write the model of a run to one file, which safetensors or torch.load reads without Tether."""
     tensors, _ = api.trained_model(run_dir)

@@ -15,41 +15,50 @@ RunOrUrlArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run dire
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print exactly one JSON object on standard output, for other programs.")
 ]
-DataOption = Annotated[Path | None, typer.Option("--data", help="The task's data: a folder or file.")]
-WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="How many workers.")]
+DataOption = Annotated[Path | None, typer.Option("--data", help="The folder or file with the task's data.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", "-n", help="The number of workers.")]
 MasterOption = Annotated[
     str | None,
-    typer.Option(help="spark: the cluster, such as spark://HOST:7077; a small one on this machine unless given."),
+    typer.Option(
+        help="spark: the URL of the cluster, such as spark://HOST:7077; by default a small one on this machine."
+    ),
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option(metavar="HOST:PORT", help="ray: the cluster; the one of this machine, or a new one, unless given."),
+    typer.Option(
+        metavar="HOST:PORT", help="ray: the address of the cluster; by default the one on this machine, or a new one."
+    ),
 ]
 DeviceOption = Annotated[
     str | None,
-    typer.Option(help="Where workers compute: cuda:0, cuda for all such devices in turns, cpu or auto [auto]."),
+    typer.Option(
+        help="The device of each worker: cuda:0, cuda (all such devices in turn), cpu, or auto, which is the default."
+    ),
 ]
 EpochsOption = Annotated[
     float | None,
-    typer.Option(help="Passes over the data, by all workers together; the task's own number unless given."),
+    typer.Option(help="Passes over the data, by all workers together; by default the task's own number."),
 ]
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Set an option of the protocol or of the task; may be repeated."),
 ]
-SeedOption = Annotated[int, typer.Option(help="All random numbers follow from it. Change it to repeat with others.")]
-LinkOption = Annotated[str | None, typer.Option(help="sim: bandwidth of every network interface [1gbit].")]
-LatencyOption = Annotated[str | None, typer.Option(help="sim: latency of the network [0.2ms].")]
-StepSecondsOption = Annotated[str | None, typer.Option(help="sim: how long a gradient takes [0.1].")]
-ModelBytesOption = Annotated[
-    str | None, typer.Option(help="sim: let messages take as long as those of a model of this size.")
+SeedOption = Annotated[
+    int, typer.Option(help="The seed of all random numbers. Change it to repeat an experiment with other draws.")
 ]
-StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps per worker, instead of epochs.")]
-SecondsOption = Annotated[float | None, typer.Option(help="End after this many seconds; sim: virtual seconds.")]
-UntilOption = Annotated[str | None, typer.Option(help="End when a metric is reached, such as error<0.05.")]
+LinkOption = Annotated[str | None, typer.Option(help="sim: the bandwidth of every network interface [1gbit].")]
+LatencyOption = Annotated[str | None, typer.Option(help="sim: the latency of the network [0.2ms].")]
+StepSecondsOption = Annotated[str | None, typer.Option(help="sim: the seconds that a gradient takes [0.1].")]
+ModelBytesOption = Annotated[
+    str | None,
+    typer.Option(help="sim: price messages as for a model of this size; by default, of the task's own size."),
+]
+StepsOption = Annotated[int | None, typer.Option(help="Optimizer steps of each worker; use it instead of --epochs.")]
+SecondsOption = Annotated[float | None, typer.Option(help="Stop after this many seconds; sim: virtual seconds.")]
+UntilOption = Annotated[str | None, typer.Option(help="Stop when a metric reaches a value, such as error<0.05.")]
 PatienceOption = Annotated[
     int | None,
-    typer.Option(help="End after this many evaluations without a better error, with the best model seen."),
+    typer.Option(help="Stop after this many evaluations without improvement, and keep the best model."),
 ]
 LogOption = Annotated[
     list[str] | None,

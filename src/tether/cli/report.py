@@ -14,9 +14,9 @@ from tether.cli.output import out
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
-    to: Annotated[Path, typer.Option(help="The folder that the page and the picture go to.")] = Path("report"),
+    to: Annotated[Path, typer.Option(help="The folder to write the page and the picture to.")] = Path("report"),
 ) -> None:
-    """Draw runs side by side: a table here, an HTML page and a PNG."""
+    """Compare runs: print a table, write an HTML page and a PNG."""
     check_writable(to)
     loaded = [load_run(path) for path in runs]
     out.print(table(loaded))

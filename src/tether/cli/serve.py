@@ -12,20 +12,29 @@ from tether.errors import missing_extra
 
 
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any that is free.")] = 8080,
-    data: Annotated[Path, typer.Option(help="Where uploads and models are kept.")] = Path("tether-data"),
-    database: Annotated[str, typer.Option(help="postgresql://USER@HOST/NAME instead of SQLite below --data.")] = "",
-    no_auth: Annotated[bool, typer.Option("--no-auth", help="Ask for no key; only on a loopback address.")] = False,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 is all addresses of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port to listen on; 0 is any free one.")] = 8080,
+    data: Annotated[Path, typer.Option(help="The folder for uploads and models.")] = Path("tether-data"),
+    database: Annotated[
+        str, typer.Option(help="A PostgreSQL database, postgresql://USER@HOST/NAME; by default SQLite in --data.")
+    ] = "",
+    no_auth: Annotated[
+        bool, typer.Option("--no-auth", help="Ask users for no key. It works only on a loopback address.")
+    ] = False,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="Trainings at the same time; by default half the cores.")
+        int | None,
+        typer.Option(min=1, help="The number of trainings that run at the same time; by default half the cores."),
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Workers of each training.")] = 2,
+    workers: Annotated[int, typer.Option(min=1, help="The number of workers in each training.")] = 2,
     encoder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A pretrained encoder in HuggingFace's layout, which trainings then use."),
+        typer.Option(
+            metavar="DIR", help="The folder of a pretrained encoder in HuggingFace's layout, which all trainings use."
+        ),
     ] = None,
-    owner: Annotated[str, typer.Option("--add-key", help="Only print a new key for this owner, and exit.")] = "",
+    owner: Annotated[str, typer.Option("--add-key", help="Print a new key for this user, and exit.")] = "",
 ) -> None:
     """Serve a page and an HTTP interface where people upload labelled texts and get a classifier."""
     try:

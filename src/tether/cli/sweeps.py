@@ -34,24 +34,25 @@ from tether.sweeps import tune as searches
 
 def study(
     task: TaskArgument,
-    mu: Annotated[str, typer.Option(help="Mini-batch sizes of a worker.")] = "4,8,16,32,64,128",
+    mu: Annotated[str, typer.Option(help="The mini-batch sizes of a worker.")] = "4,8,16,32,64,128",
     workers: Annotated[
-        str, typer.Option("--lambda", help="Numbers of workers, which the Rudra paper calls lambda learners.")
+        str, typer.Option("--lambda", help="The numbers of workers (lambda learners in the Rudra paper).")
     ] = "1,2,4,10,18,30",
     protocol: Annotated[
-        str, typer.Option("--protocol", "-p", help="Any of hard, lambda-soft and N-soft, such as 1-soft.")
+        str,
+        typer.Option("--protocol", "-p", help="The protocols: any of hard, lambda-soft and N-soft, such as 1-soft."),
     ] = "hard,1-soft,lambda-soft",
     epochs: EpochsOption = None,
-    link: Annotated[str, typer.Option(help="Bandwidth of every network interface.")] = "1gbit",
-    latency: Annotated[str, typer.Option(help="Latency of the network.")] = "0.2ms",
+    link: Annotated[str, typer.Option(help="The bandwidth of every network interface.")] = "1gbit",
+    latency: Annotated[str, typer.Option(help="The latency of the network.")] = "0.2ms",
     step_seconds: Annotated[
         str | None,
         typer.Option(
-            help="How long a gradient takes: 0.05, or by mini-batch 4=0.01,128=0.05; measured here unless given."
+            help="The seconds that a gradient takes: 0.05, or 4=0.01,128=0.05 by mini-batch size; by default measured."
         ),
     ] = None,
     model_bytes: Annotated[
-        str | None, typer.Option(help="Let messages take as long as those of a model of this size.")
+        str | None, typer.Option(help="Price messages as for a model of this size; by default, of the task's own size.")
     ] = None,
     data: DataOption = None,
     set_: Annotated[
@@ -63,14 +64,14 @@ def study(
     seed: SeedOption = 0,
     reference_batch: Annotated[
         int | None,
-        typer.Option(help="The mini-batch size that the learning rate was chosen for; the task's own unless given."),
+        typer.Option(help="The mini-batch size that the learning rate was chosen for; by default the task's own."),
     ] = None,
     to: Annotated[
-        Path, typer.Option(help="Where results and picture go. Runs that are finished there are not repeated.")
+        Path, typer.Option(help="The folder for results and the picture. Finished runs in it are not repeated.")
     ] = Path("study"),
     as_json: JsonOption = False,
 ) -> None:
-    """Simulate error against time over mini-batch size, number of workers and protocol."""
+    """Simulate how error and time depend on mini-batch size, number of workers and protocol."""
     grid = (
         studies.parse_counts(mu, "--mu"),
         studies.parse_counts(workers, "--lambda"),
@@ -101,18 +102,24 @@ def study(
 
 def tune(
     task: TaskArgument,
-    alpha: Annotated[str, typer.Option(help="A range such as 0.001..0.5, or values such as 0.01,0.05,0.1.")],
+    alpha: Annotated[
+        str, typer.Option(help="The values to try: a range such as 0.001..0.5, or a list such as 0.01,0.05,0.1.")
+    ],
     protocol: Annotated[
-        str, typer.Option("--protocol", "-p", help=f"Whose alpha: {' or '.join(searches.tunable())}.")
+        str,
+        typer.Option(
+            "--protocol", "-p", help=f"The protocol whose alpha is searched: {' or '.join(searches.tunable())}."
+        ),
     ] = "elastic",
-    points: Annotated[int, typer.Option(help="How many values of a range, at equal ratios.")] = 8,
+    points: Annotated[int, typer.Option(help="The number of values in a range, at equal ratios.")] = 8,
     share: Annotated[
-        float, typer.Option(help="The share of the training data, drawn at random. Use more for a small data set.")
+        float,
+        typer.Option(help="The share of the training data to use, drawn at random. Use more of a small data set."),
     ] = 0.1,
     tolerance: Annotated[
-        float, typer.Option(help="How much worse than the best, as a share of it, is good enough.")
+        float, typer.Option(help="How much worse than the best a good value may be, as a share of the best.")
     ] = searches.TOLERANCE,
-    on: Annotated[str, typer.Option(help="Where to run: local or sim.")] = "sim",
+    on: Annotated[str, typer.Option(help="The runtime: local or sim.")] = "sim",
     workers: WorkersOption = None,
     epochs: EpochsOption = None,
     set_: SetOption = None,
@@ -125,12 +132,12 @@ def tune(
     to: Annotated[
         Path,
         typer.Option(
-            "--to", "--run-dir", help="Where results and picture go. Runs that are finished there are not repeated."
+            "--to", "--run-dir", help="The folder for results and the picture. Finished runs in it are not repeated."
         ),
     ] = Path("tune"),
     as_json: JsonOption = False,
 ) -> None:
-    """Search a protocol's alpha on a small part of the data: the best value and the corridor of good ones."""
+    """Search the best alpha of a protocol, and the range of good values, on a small part of the data."""
     cls = protocol_class(protocol)
     searches.check_tunable(cls)
     alphas = searches.parse_alphas(alpha, points)

@@ -26,15 +26,17 @@ SHRUNK_MAX = 3
 
 
 def swarm(
-    seeds: Annotated[int, typer.Option(min=1, help="How many runs. Use thousands after a change of a protocol.")] = 200,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="The number of runs. Use thousands after a change to a protocol.")
+    ] = 200,
     first: Annotated[int, typer.Option(min=0, help="The first seed.")] = 0,
     seed: Annotated[int | None, typer.Option(min=0, help="Run only this seed, and print its scenario.")] = None,
     scenario: Annotated[
         Path | None, typer.Option(help="Run only the scenario in this JSON file, as printed for a run that failed.")
     ] = None,
-    protocol: Annotated[str | None, typer.Option("--protocol", "-p", help="Only this protocol.")] = None,
+    protocol: Annotated[str | None, typer.Option("--protocol", "-p", help="Test only this protocol.")] = None,
     plant: Annotated[
-        str | None, typer.Option(help="Plant a bug, to see that it is found: drop loses one message.")
+        str | None, typer.Option(help="Plant a bug, to check that the swarm finds it: drop loses one message.")
     ] = None,
 ) -> None:
     """Simulate many runs with random clusters and faults; each must reach its goal and keep its invariants."""
@@ -50,7 +52,9 @@ def swarm(
         tally.add(verdict)
         if alone or verdict.error:
             out.print(f"seed {verdict.seed}: {verdict.scenario}", highlight=False, markup=False)
-            out.print(f"  {verdict.error or 'reaches its goal, no invariant broken'}", highlight=False, markup=False)
+            out.print(
+                f"  {verdict.error or 'reaches its goal, and no invariant is broken'}", highlight=False, markup=False
+            )
         if time.monotonic() - printed_at >= PROGRESS_SECONDS:
             printed_at = time.monotonic()
             err.print(f"{tally.runs} of {len(chosen)} runs, {tally.failures} failed", highlight=False)
@@ -72,22 +76,22 @@ def swarm(
 
 
 def chaos(
-    kills: Annotated[int, typer.Option(min=1, help="How many faults, each in a run of its own.")] = 20,
+    kills: Annotated[int, typer.Option(min=1, help="The number of faults, each in a run of its own.")] = 20,
     on: Annotated[
         str,
-        typer.Option(help="Where the runs are: local, spark, or cluster for emulated hosts and faults of their links."),
+        typer.Option(help="The runtime: local, spark, or cluster, which emulates hosts and faults of their links."),
     ] = "local",
     seconds: Annotated[float, typer.Option(help="Start no further run after this many seconds.")] = 600.0,
     seed: SeedOption = 0,
     protocol: Annotated[
-        str | None, typer.Option("--protocol", "-p", help=f"Only this one of {', '.join(faults.PROTOCOLS)}.")
+        str | None, typer.Option("--protocol", "-p", help=f"Test only this one of {', '.join(faults.PROTOCOLS)}.")
     ] = None,
     pause: Annotated[
-        float, typer.Option(help="cluster: for how many seconds a worker is stopped. It is given up after 15.")
+        float, typer.Option(help="cluster: seconds for which a worker is stopped. A worker counts as dead after 15.")
     ] = 60.0,
     as_json: JsonOption = False,
 ) -> None:
-    """Kill, stop and starve real processes and damage their files; every run must finish nevertheless."""
+    """Kill, stop and starve real processes and damage their files, and check that every run still finishes."""
 
     def each(found: faults.FaultOutcome) -> None:
         fault = found.fault

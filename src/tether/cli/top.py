@@ -23,13 +23,15 @@ def top(
     run: Annotated[
         str | None,
         typer.Argument(
-            metavar="[RUN]", help="A run directory, or HOST:PORT of a run on a cluster; the newest in runs/."
+            metavar="[RUN]", help="A run directory, or HOST:PORT of a run on a cluster; by default the newest in runs/."
         ),
     ] = None,
-    key: Annotated[Path | None, typer.Option("--key", help="HOST:PORT: the file with the key of that cluster.")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--key", help="The file with the key of the cluster, for HOST:PORT.")
+    ] = None,
     once: Annotated[
         bool,
-        typer.Option("--once", help="Print one picture and exit; so does a run that is not watched in a terminal."),
+        typer.Option("--once", help="Print the state once and exit. Without a terminal this is the default."),
     ] = False,
 ) -> None:
     """Watch a run: its workers, rates, losses, bytes, joins and deaths. It changes nothing."""
@@ -48,7 +50,7 @@ def top(
 def _rows(run: str | None, key: Path | None) -> Iterator[list[dict[str, Any]]]:
     if run is not None and not Path(run).exists() and ":" in run:
         if key is None:
-            raise UsageError(f"{run} is watched with the key of its cluster: add --key FILE")
+            raise UsageError(f"{run} can be watched only with the key of its cluster: add --key FILE")
         yield from watch(parse_address(run), read_key(key))
         return
     tail = MetricsTail(Path(run) if run is not None else _newest())

@@ -46,19 +46,24 @@ def train(
     task: TaskArgument,
     protocol: Annotated[
         str | None,
-        typer.Option("--protocol", "-p", help="How workers agree; the one that suits the task unless given."),
+        typer.Option(
+            "--protocol", "-p", help="How workers agree, see 'tether protocols'; by default the task's own choice."
+        ),
     ] = None,
     on: Annotated[str, typer.Option(help="Where to run: local, sim, spark, ray or cluster.")] = "local",
     workers: Annotated[
         str | None,
-        typer.Option("--workers", "-n", metavar="N", help="How many workers; on a cluster MIN:MAX lets more join."),
+        typer.Option(
+            "--workers", "-n", metavar="N", help="The number of workers; on a cluster, MIN:MAX lets more join later."
+        ),
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="cluster: where workers reach this machine.")
+        str | None, typer.Option(metavar="HOST:PORT", help="cluster: the address at which workers reach this machine.")
     ] = None,
-    key: Annotated[Path | None, typer.Option(help="cluster: the file with the key, as 'tether keys' makes it.")] = None,
+    key: Annotated[Path | None, typer.Option(help="cluster: the file with the key, from 'tether keys'.")] = None,
     no_encryption: Annotated[
-        bool, typer.Option("--no-encryption", help="cluster: send in the clear, on a network that you trust.")
+        bool,
+        typer.Option("--no-encryption", help="cluster: do not encrypt. Use it for speed, on a network that you trust."),
     ] = False,
     master: MasterOption = None,
     address: AddressOption = None,
@@ -69,49 +74,55 @@ def train(
     seconds: SecondsOption = None,
     patience: PatienceOption = None,
     warmup: Annotated[
-        str | None, typer.Option(help="Begin with this protocol, such as server, if training is unstable at first.")
+        str | None,
+        typer.Option(
+            help="Begin with this protocol. Use it, for example with server, if training is unstable at first."
+        ),
     ] = None,
-    warmup_epochs: Annotated[float, typer.Option(help="How many epochs the warm-up takes.")] = 1.0,
+    warmup_epochs: Annotated[float, typer.Option(help="The length of the warm-up in epochs.")] = 1.0,
     set_: SetOption = None,
     seed: Annotated[
-        int | None, typer.Option(help="All random numbers follow from it [0, or that of a Caffe solver].")
+        int | None, typer.Option(help="The seed of all random numbers [0, or that of a Caffe solver].")
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
             metavar="PATH",
-            help="The task's data: a folder or file; for a Caffe solver NAME=PATH, repeatable.",
+            help="The folder or file with the task's data; for a Caffe solver NAME=PATH, may be repeated.",
         ),
     ] = None,
     weights: Annotated[
         Path | None,
         typer.Option(
-            help="Begin with the model in this .safetensors or .pt file; for a Caffe solver, with a .caffemodel, or "
-            "continue from a .solverstate."
+            help="Begin with the weights in this .safetensors or .pt file; a Caffe solver also begins with a "
+            ".caffemodel, or continues from a .solverstate."
         ),
     ] = None,
-    run_dir: Annotated[Path | None, typer.Option("--run", help="The run directory; below runs/ unless given.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run", help="The run directory; by default a new one in runs/.")
+    ] = None,
     as_json: JsonOption = False,
     log: LogOption = None,
-    record: Annotated[bool, typer.Option("--record", help="Keep every event, for 'tether replay'.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Record every event, for 'tether replay'.")] = False,
     evaluate_every: Annotated[
-        float | None, typer.Option(help="Epochs between two evaluations [1, or those of a Caffe solver].")
+        float | None, typer.Option(help="Epochs between evaluations [1, or as a Caffe solver says].")
     ] = None,
     checkpoint_seconds: Annotated[
-        float, typer.Option(help="Time between two checkpoints. Use less to lose less when the machine fails.")
+        float, typer.Option(help="Seconds between checkpoints. Use fewer to lose less work when the machine fails.")
     ] = 30.0,
     checkpoints: Annotated[
         str | None,
         typer.Option(
-            metavar="URL", help="Keep checkpoints there, such as hdfs://HOST/PATH, so that any machine can resume."
+            metavar="URL",
+            help="Keep checkpoints at this URL, such as hdfs://HOST/PATH. Use it to resume on another machine.",
         ),
     ] = None,
     link: LinkOption = None,
     latency: LatencyOption = None,
     step_seconds: StepSecondsOption = None,
     model_bytes: ModelBytesOption = None,
-    faults: Annotated[Path | None, typer.Option(help="sim: a JSON file of faults to inject.")] = None,
+    faults: Annotated[Path | None, typer.Option(help="sim: a JSON file with faults to inject.")] = None,
 ) -> None:
     """Train a task and print the result."""
     description = {"name": protocol} if protocol is not None else tasks.find(task).protocol
@@ -204,7 +215,7 @@ def resume(
 
 
 def replay(run_dir: RunArgument) -> None:
-    """Feed a recorded run into fresh machines and check that they do the same again."""
+    """Replay the events of a recorded run and check that the protocol does the same again."""
     for node, events in api.replay_recorded(run_dir).items():
         out.print(f"{node}: {events} events, the same effects")
 

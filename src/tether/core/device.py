@@ -68,7 +68,7 @@ def choose_device(name: str, index: int) -> torch.device | None:
     count = torch.accelerator.device_count()
     if found is None or asked.type != found.type or (asked.index or 0) >= count:
         have = f"has {count} of the kind {found.type!r}" if found is not None else "has none besides the CPU"
-        raise UsageError(f"device {name!r} is not here: this machine {have}; use device='auto' or 'cpu'")
+        raise UsageError(f"there is no device {name!r}: this machine {have}; use device='auto' or 'cpu'")
     return torch.device(asked.type, index % count if asked.index is None else asked.index)
 
 
@@ -198,7 +198,7 @@ class Device:
     def to_device(self, values: Sequence[Tensor]) -> tuple[list[Tensor], Mark]:
         """Copy values to new memory on the device; to be called under the node's lock.
 
-        The memory may have been used by an earlier turn, hence the copies begin when the last one has ended.
+        The memory may have been used by an earlier turn, so the copies begin when its last use has ended.
         """
         with self.on_copying_stream(self._turn_end):
             copies = []

@@ -1,4 +1,4 @@
-"""What a machine wants done: its output, which the interpreter performs."""
+"""The actions that a machine asks for: its output, which the interpreter performs."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class GradientReady(Event, frozen=True):
 class DataEnded(Event, frozen=True):
     """At a worker: it makes no further step, and the outstanding `Compute` has no gradient.
 
-    The machine brings the steps made so far into the joint model, performs `Contributed`, and holds nobody up.
+    The machine brings the steps made so far into the joint model, performs `Contributed`, and delays no other node.
     """
 
 

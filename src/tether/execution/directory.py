@@ -149,12 +149,12 @@ class RunDirectory:
     def is_abandoned(self) -> bool:
         """Whether the run has ended, or was killed, before it left anything to resume from or to look at.
 
-        Only who holds the lock can know that it is not running.
+        Only the holder of the lock can know that it is not running.
         """
         try:
             config = configuration.read_config(self.path / "run.json")
         except Damaged:
-            return False  # nobody knows what this was
+            return False  # the run cannot be identified
         elsewhere = self.storage is not None or config.get("checkpoints")
         kept = self.has_checkpoint() or (self.path / "best.safetensors").exists()
         return config["status"] != "finished" and not elsewhere and not kept

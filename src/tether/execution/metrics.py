@@ -1,4 +1,4 @@
-"""metrics.jsonl: rows that a run appends while it goes on, and that are read back as far as they are undamaged.
+"""metrics.jsonl: rows that a run appends, and that are read back as far as they are undamaged.
 
 Every line is one JSON object. Its `kind` is untrained, progress, evaluation, record, note or resumed.
 """

@@ -1,4 +1,4 @@
-"""Replicas for a user's own loop: the user's module and optimizer as they are, and a vector that nobody trains."""
+"""Replicas for a user's own loop: the user's module and optimizer as they are, and a vector that no optimizer steps."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A batch of a few sentences touches a few rows of an embedding of many thousands. torch can report which (`sparse=True`).
 The gradient's other rows are zero already and stay zero, and the optimizer's step needs to look at the touched rows
-only. Then a step costs what the batch costs, and not what the vocabulary costs.
+only. Then the time of a step depends on the batch and not on the vocabulary.
 
 - If an embedding was made with `sparse=True`, its touched rows alone are stepped, by SGD, momentum or Adam. Momentum
   and Adam are lazy: the moments of a row stay as they are until the row is touched.

@@ -1,4 +1,4 @@
-"""A user's own loop: a script that trains alone trains with any protocol that steps at its workers, by two lines.
+"""A user's own loop: two lines make a script train with any protocol whose workers step.
 
 `join` ties a model and its optimizer to those of the other processes that `tether launch` has started with the same
 script. In a script that was started alone, every function here does what the script would do without it.

@@ -262,8 +262,8 @@ def is_main() -> bool:
 def evaluate(function: Callable[[nn.Module], T]) -> T | None:
     """What a function returns for the joint model as it is now, in evaluation mode and without gradients.
 
-    The process of rank 0 calls it; the others go on at once, with None. A number, or a dict of numbers, becomes a row
-    of the run's metrics. In a script that was started alone, the joint model is the model.
+    The process of rank 0 calls it; the others continue at once, with None. A number, or a dict of numbers, becomes a
+    row of the run's metrics. In a script that was started alone, the joint model is the model.
     """
     loop = _joined("evaluate")
     if not is_main():
@@ -278,7 +278,7 @@ def evaluate(function: Callable[[nn.Module], T]) -> T | None:
 def save(path: Path | str) -> None:
     """Save the state_dict of the joint model as it is now, to a file that ends in .safetensors, .pt or .pth.
 
-    The process of rank 0 writes the file; the others go on at once.
+    The process of rank 0 writes the file; the others continue at once.
     """
     loop, path = _joined("save"), Path(path)
     if is_main():

@@ -133,7 +133,7 @@ class SharedSampler(Sampler[int]):
             self._journal.write(np.array(mark, np.int64).tobytes())
 
     def keep(self, journal: Path, earlier: Callable[[], int] | None) -> None:
-        """Write every mark to a file. `earlier`: this process replaces another, of whose steps so many count."""
+        """Write every mark to a file. `earlier`: the steps that count of the process that this one replaces."""
         self._journal_path, self._earlier = journal, earlier
 
     def _take_over(self, steps: int) -> None:

@@ -96,9 +96,7 @@ class Averaging(Options):
 
     name = "averaging"
     summary = "workers train alone for tau steps, then all continue from the average (SparkNet)"
-    suits = (
-        "whoever wants the simplest rule, or the published DiLoCo (outer=nesterov); all workers wait for the slowest"
-    )
+    suits = "the simplest rule, or DiLoCo as published (outer=nesterov); all workers wait for the slowest"
     messages = (Joint, Effort)
     collective = True
 

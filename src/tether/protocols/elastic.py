@@ -127,7 +127,7 @@ class Elastic(Options):
 
     name = "elastic"
     summary = "workers train alone, each tied to a centre by an elastic force (EASGD, DeepSpark)"
-    suits = "workers that should need the hub rarely, each at times of its own"
+    suits = "workers that should contact the hub rarely, each at its own time"
     messages = (Ask, Centre, Difference)
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class Mpca(Circulation):
         "pull towards the projected joint model at every step; 'auto': the steps of a measured cycle together cover a "
         "fifth of the distance. The paper uses 0.05, and 0.005 where a cycle has 100 steps",
     )
-    beta: float = option(0.9, "by which share a reduction replaces the joint model")
+    beta: float = option(0.9, "share of the joint model that a reduction replaces")
     gamma: float = option(0.7, "how many cycles ahead the joint model is projected")
     delta: float = option(0.8, "how much of the joint model's velocity is kept from cycle to cycle")
     penalty: Literal["displace", "gradient"] = option(
@@ -80,15 +80,15 @@ class Mpca(Circulation):
         None, "steps in which alpha decays from alpha_start to its target; none: 200, or 20 % of a short run"
     )
     beta_cycles: int | None = option(
-        None, "cycles in which beta falls from 1 to its target; none: 20, or as many as 20 % of a short run has"
+        None, "cycles in which beta falls from 1 to its target; none: 20, or 20 % of the cycles of a short run"
     )
     gamma_cycles: int | None = option(
-        None, "cycles in which gamma grows from 0 to its target; none: 20, or as many as 20 % of a short run has"
+        None, "cycles in which gamma grows from 0 to its target; none: 20, or 20 % of the cycles of a short run"
     )
 
     name = "mpca"
     summary = "workers never stop; shards of the projected joint model circulate and pull (MPCA SGD)"
-    suits = "Spark, and whoever wants the published algorithm that never stops; it has no outer momentum, tide has"
+    suits = "Spark, or MPCA SGD as published; it has no outer momentum, unlike tide"
     messages = (Projected, AreYouThere, Here)
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class Streaming(Circulation):
 
     name = "streaming"
     summary = "workers never stop; fragments take turns in steps with outer momentum (Streaming DiLoCo)"
-    suits = "whoever wants the published algorithm that has outer momentum and does not stop; tide is faster so far"
+    suits = "Streaming DiLoCo as published: outer momentum, and workers never stop; tide has been faster so far"
     messages = (Fragment, AreYouThere, Here)
 
     def __post_init__(self) -> None:

@@ -119,7 +119,7 @@ class Tide(Circulation):
 
     name = "tide"
     summary = "workers never stop; the joint model also moves on in the direction that persists"
-    suits = "everything that no other line names: any network, any number of workers, also unequal ones; the default"
+    suits = "every other case, so it is the default: any network, any number of workers, equally fast or not"
     messages = (Joint, Moved, AreYouThere, Here)
 
     def __post_init__(self) -> None:

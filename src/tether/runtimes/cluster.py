@@ -3,7 +3,7 @@
 The driver and the hub are on one machine. A worker greets on its lifeline, proves that it holds the key, and is told
 its node; the plan follows on an encrypted socket. All else is as in every run across machines: see `process/agent` and
 `process/agents`. By default the plan comes as plain values and names a task that the worker's machine has. Only a
-worker that was started with `--accept-code` unpickles a task, from who holds the key.
+worker that was started with `--accept-code` unpickles a task, from a driver that holds the key.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tether.service.problems import Problem
 from tether.service.settings import Settings
 from tether.service.store import Store
 
-#: who owns everything where nobody is asked for a key, and what the first key opens
+#: the owner of everything without authentication, and the owner of the first key
 FIRST_OWNER = "first"
 _WINDOW_SECONDS = 60.0
 
@@ -146,7 +146,7 @@ class Access:
 
 
 class Rate:
-    """Admits at most so many events a minute for each name."""
+    """Admits a limited number of events a minute for each name."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

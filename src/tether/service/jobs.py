@@ -75,7 +75,7 @@ class Jobs:
             return self._queue.index(classifier_id) + 1 if classifier_id in self._queue else None
 
     def progress(self, classifier_id: str, after: int = 0) -> list[dict[str, Any]]:
-        """The lines of progress after the first so many."""
+        """The lines of progress from this number on."""
         try:
             lines = (self.folder(classifier_id) / PROGRESS).read_text().splitlines(keepends=True)
         except OSError:

@@ -25,7 +25,7 @@ class Problem(Exception):
 
 
 def not_found(what: str = "Classifier not found.") -> Problem:
-    """Also for what belongs to somebody else, whose existence is nobody's business."""
+    """Also for what belongs to another owner, so that its existence stays private."""
     return Problem(404, what)
 
 

@@ -1,6 +1,6 @@
 """Recipes: how an object is made, as plain values. A recipe has the name of a class or function, and its arguments.
 
-A saved model is more than its weights. Pickle saves the rest as code, so whoever wrote the file can run any code on the
+A saved model is more than its weights. Pickle saves the rest as code, so the author of the file can run any code on the
 machine that loads it. A recipe only names a class or a function of a module that can be imported, and the numbers and
 texts that it is called with. It must be defined under that name, and be a class of the expected kind or a function
 annotated to return one. From torch itself, only `torch.nn` and `torch.optim` are allowed.

@@ -94,7 +94,7 @@ class _Reader(MLReader[Any]):
         def file(name: str) -> bytes:
             if name.endswith(".pickle") and not self._trust:
                 raise UsageError(
-                    f"{path} has pickled objects, which can run any code here. If you trust whoever wrote it, load it "
+                    f"{path} has pickled objects, which can run any code here. If you trust its author, load it "
                     f"with {self._cls.__name__}.load({path!r}, trust=True). {_NO_TRUST_NEEDED}"
                 )
             where, system = _hadoop_path(self.sparkSession, f"{path}/{name}")

@@ -59,7 +59,7 @@ WORKERS_MAX = 9
 class Cluster(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """A simulated cluster."""
 
-    #: the number of workers in each part of the run; further parts have as many as the last
+    #: the number of workers in each part of the run; further parts have the number of the last
     workers: tuple[int, ...]
     link: float = 1e9
     latency: float = 0.0
@@ -77,7 +77,7 @@ class Scenario(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_f
     #: the protocol's name and options
     protocol: dict[str, Any]
     cluster: Cluster
-    #: the goal in steps of each worker; if `shared`, all workers together make as many as those of the first part would
+    #: the goal in steps of each worker; if `shared`, all workers together make the steps of the first part's
     steps: int
     shared: bool = False
     parameters: int = 8

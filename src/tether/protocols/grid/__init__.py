@@ -48,7 +48,7 @@ sends its own instead. A candidate wins with the votes of more than half of its 
 Raft, or with those of all its living members. So of the candidates with one configuration, no two that live can win the
 same term: two majorities would share a voter, and each living candidate has voted for itself. If the dead master has
 told only some nodes of its last configuration, the stamp, and in the end the name in it, decides which candidate
-everybody obeys. A vote carries what the voter knows of the count, which line masters spread with every round.
+all obey. A vote carries what the voter knows of the count, which line masters spread with every round.
 
 Data (`counting`). The master keeps the ledger of mini-batches. A new master begins it with the newest count that is
 known and with what every living node says it has made and still holds; until all have said so, it deals out nothing.
@@ -107,7 +107,7 @@ class Grid(Options):
     )
     steps_per_round: int | Literal["auto"] = option(
         "auto",
-        "steps of every node between two rounds of a line; 'auto': at least one, and as many as the network needs",
+        "steps of every node between two rounds of a line; 'auto': at least one, more on a slow network",
     )
     rounds_in_flight: int = option(1, "rounds of a line that may be under way at a time")
     scatter_quorum: float = option(0.5, "share of a line whose slices are enough after the time-out")
@@ -122,8 +122,8 @@ class Grid(Options):
     )
 
     name = "grid"
-    summary = "no hub: nodes in a grid are tied to their rows and columns by quorum allreduces (BIDMach)"
-    suits = "machines that come and go, none of which must stay: there is no hub"
+    summary = "no hub: the nodes of each row and column of a grid average by quorum allreduces (BIDMach)"
+    suits = "machines that come and go: no machine must stay, because there is no hub"
     messages = (Config, Welcome, Ready, NoWeights, RequestVote, Vote, Open, Slice, Mean, Report, Tally, Holdings)
     hub = ""
 

@@ -132,7 +132,7 @@ class LatestValues:
 
 
 class _PeerQueue:
-    """What goes to one peer. It defers new rounds while the peer owes answers about as many as may be under way."""
+    """What goes to one peer. It defers new rounds while the peer owes answers for all rounds that may be under way."""
 
     def __init__(self, peer: str, rounds_max: int, out: Outbox) -> None:
         self._peer = peer

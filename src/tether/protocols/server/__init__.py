@@ -112,7 +112,7 @@ class Server(Options):
     sync: Literal["hard", "soft", "async"] = option(
         "hard", "which gradients form an update: one of every worker (hard), any lambda/n (soft), or each alone (async)"
     )
-    n: int = option(1, "soft: how many updates the gradients of all lambda workers are split into")
+    n: int = option(1, "soft: the number of updates that one gradient from each of the lambda workers makes")
     topology: Literal["star", "tree"] = option("star", "workers talk to the hub (star) or to aggregators (tree)")
     fan_out: int = option(8, "tree: how many nodes are below each aggregator, and below the hub")
     overlap: bool = option(False, "broadcast weights down a tree of workers, and compute while a push is under way")

@@ -1,4 +1,4 @@
-"""The agent's side of a run across machines: an agent hosts a node, wherever it runs and whoever has started it.
+"""The agent's side of a run across machines: an agent hosts a node, wherever it runs and however it was started.
 
 An agent keeps one connection to the driver open all its life, its lifeline. On it, each side proves to the other that
 it belongs to the run, and the driver assigns the agent a node. When either side finds the lifeline closed, it knows

@@ -1,9 +1,9 @@
 """What carries values between a node's device and the host's memory.
 
 Machines see only values on the device of their node, and peers only values in the host's memory. A message with values
-leaves when its copies have arrived at the host; the thread of the courier waits for that, and nobody else does.
+leaves when its copies have arrived at the host; only the thread of the courier waits for that.
 Messages leave in the order in which the machine sent them. Values that were received are copied to the device before
-the machine is given them; the thread that received them waits without the node's lock, so that training goes on.
+the machine is given them; the thread that received them waits without the node's lock, so that training continues.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Courier:
     """Carries the values of one node. All methods but `close` are called under the node's lock."""
 
     def __init__(self, device: Device, empty: Empty, lock: threading.Lock, fail: Callable[[Exception], Any]) -> None:
-        """`empty` allocates memory of the host that can be sent; `fail` is told of an error, without the lock."""
+        """`empty` allocates memory of the host that can be sent; `fail` is called with an error, without the lock."""
         self.device = device
         self._empty = empty
         self._lock = lock

@@ -50,7 +50,7 @@ class Keys:
     """What all processes of a run have in common, and no other process has."""
 
     secret: bytes = field(repr=False)
-    #: without encryption, sockets authenticate by a password that who reads the network can read too
+    #: without encryption, sockets authenticate by a password that anyone on the network can read
     encrypted: bool = True
 
     @staticmethod

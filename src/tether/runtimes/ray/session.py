@@ -28,7 +28,7 @@ def connected(address: str | None, cpus: float) -> Iterator[Any]:
     """The module ray, connected to a cluster; what was not connected before is disconnected afterwards.
 
     Without an address, the cluster is the one that this program is connected to, that RAY_ADDRESS names, or that was
-    started last on this machine. If there is none, one that has at least so many CPUs is started, and ends afterwards.
+    started last on this machine. If there is none, one with at least `cpus` CPUs is started, and ends afterwards.
     """
     ray = import_ray()
     from ray.util.client import ray as client

@@ -1,4 +1,4 @@
-"""The way of rows from Spark to the agents of a run.
+"""How rows get from Spark to the agents of a run.
 
 Agents are tasks that never end, so they are outside the lineage of any data, and other tasks bring them their rows. A
 `RowSource` checks its rows by one job before training begins, and distributes them over one partition per agent. An
