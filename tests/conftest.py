@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tether.cli import app as cli
+
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
 
@@ -62,3 +64,21 @@ def spark() -> Iterator[Any]:
     session = jvm.session("local-cluster[3,3,1024]")
     yield session
     session.stop()
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """Runs a command line in the folder of the test; returns its output, or its error if it failed."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGTERM)
+
+    def call(line: str) -> str:
+        monkeypatch.setattr("sys.argv", ["tether", *line.split()])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said, wrong = capsys.readouterr()
+        return str(wrong if ended.value.code else said)
+
+    yield call
+    signal.signal(signal.SIGTERM, before)

@@ -6,9 +6,7 @@ import importlib.util
 import json
 import math
 import random
-import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ from tether.caffe.schema import message
 from tether.caffe.solver import CaffeSolver, Policy, slots
 from tether.caffe.task import parse_sources
 from tether.caffe.weights import SolverState, load_weights, read_blobs, read_state, write_state, write_weights
-from tether.cli import app as cli
 from tether.execution.progress import make_progress
 from tether.task import Length
 
@@ -166,6 +163,8 @@ GRADIENTS = {
     "Clip": ("clip_param { min: -0.5 max: 0.7 }", (2, 5)),
     "Bias": ("", (2, 3, 2)),
     "Flatten": ("", (2, 3, 2)),
+    "SPP": ("spp_param { pyramid_height: 2 pool: AVE }", (1, 2, 3, 4)),
+    "Im2col": ("convolution_param { kernel_size: 2 pad: 1 }", (1, 2, 3, 3)),
     "Reshape": ("reshape_param { shape { dim: 0 dim: 2 dim: -1 } }", (2, 6)),
     "Pooling": ("pooling_param { pool: AVE kernel_size: 3 stride: 2 pad: 1 }", (1, 2, 5, 4)),
 }  # fmt: skip
@@ -566,24 +565,6 @@ def test_a_solver_trains_under_protocols_that_step_at_workers_and_at_the_hub(
         torch.testing.assert_close(state[name], value)
 
 
-@pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """Runs a command line in the folder of the test; returns its output, or its error if it failed."""
-    monkeypatch.chdir(tmp_path)
-    before = signal.getsignal(signal.SIGTERM)
-
-    def call(line: str) -> str:
-        monkeypatch.setattr("sys.argv", ["tether", *line.split()])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        said, wrong = capsys.readouterr()
-        return str(wrong if ended.value.code else said)
-
-    yield call
-    signal.signal(signal.SIGTERM, before)
-
-
 SIM = "train solver.prototxt --protocol single --on sim --json"
 
 
@@ -917,6 +898,143 @@ def test_a_bilinear_kernel_makes_a_deconvolution_that_interpolates(tmp_path: Pat
     assert inside.tolist() == [1.25, 1.75, 2.5, 3.5]
 
 
+OLDEST = """name: "oldest"
+layers { layer { name: "data" type: "data" source: "train_lmdb" meanfile: "mean.binaryproto" scale: 0.5 batchsize: 8
+  cropsize: 11 mirror: true rand_skip: 3 } top: "data" top: "label" }
+layers { layer { name: "pad" type: "padding" pad: 2 } bottom: "data" top: "padded" }
+layers { layer { name: "conv" type: "conv" num_output: 4 kernelsize: 5 stride: 2 group: 1 biasterm: false
+  weight_filler { type: "gaussian" std: 0.01 } blobs_lr: 3 weight_decay: 0.5 } bottom: "padded" top: "conv" }
+layers { layer { name: "relu" type: "relu" } bottom: "conv" top: "conv" }
+layers { layer { name: "pool" type: "pool" pool: AVE kernelsize: 3 stride: 2 } bottom: "conv" top: "pool" }
+layers { layer { name: "norm" type: "lrn" local_size: 3 alpha: 0.1 beta: 0.5 } bottom: "pool" top: "norm" }
+layers { layer { name: "drop" type: "dropout" dropout_ratio: 0.25 } bottom: "norm" top: "norm" }
+layers { layer { name: "ip" type: "innerproduct" num_output: 3
+  weight_filler { type: "xavier" } } bottom: "norm" top: "ip" }
+layers { layer { name: "loss" type: "softmax_loss" } bottom: "ip" bottom: "label" }
+"""
+
+
+def test_the_oldest_syntax_becomes_todays_with_padding_as_a_setting(tmp_path: Path) -> None:
+    path = tmp_path / "oldest.prototxt"
+    path.write_text(OLDEST)
+    source = read_net(path)
+    data, conv, *_ = source.net.layer
+    transform = data.transform_param
+    assert [layer.type for layer in source.net.layer] == [
+        "Data", "Convolution", "ReLU", "Pooling", "LRN", "Dropout", "InnerProduct", "SoftmaxWithLoss"
+    ]  # fmt: skip
+    assert (transform.scale, transform.mean_file, transform.crop_size, transform.mirror) == (
+        0.5,
+        "mean.binaryproto",
+        11,
+        True,
+    )
+    assert (data.data_param.source, data.data_param.batch_size, data.data_param.rand_skip) == ("train_lmdb", 8, 3)
+    assert list(conv.bottom) == ["data"] and list(conv.convolution_param.pad) == [2]
+    assert [(p.lr_mult, p.decay_mult) for p in conv.param] == [(3, 0.5)] and source.lines[1] == 5
+    net = Net(source, state_of(source.net, "TRAIN"), {"data": [(8, 3, 11, 11), (8,)]}).fill()
+    assert [node.shapes[0] for node in net.nodes[:3:2]] == [(8, 4, 6, 6), (8, 4, 3, 3)]
+    # a file of weights has names and blobs inside of its layers
+    old = message("NetParameter", raw=True)
+    inside = old.layers.add().layer
+    inside.name, inside.type = "conv", "conv"
+    blob = inside.blobs.add(num=4, channels=3, height=5, width=5)
+    blob.data.append(np.arange(300, dtype="<f4").tobytes())
+    (tmp_path / "old.caffemodel").write_bytes(old.SerializeToString())
+    assert load_weights(net, tmp_path / "old.caffemodel").loaded == ("conv",)
+    assert net.value(net.blobs[0]).flatten()[299] == 299
+    path.write_text('layers { layer { name: "a" type: "convolve" } top: "a" }')
+    with pytest.raises(UsageError, match=r"prototxt:1: layer 'a': unknown type 'convolve'"):
+        read_net(path)
+
+
+def test_comments_may_be_in_any_encoding_and_binary_files_are_refused(tmp_path: Path) -> None:
+    text = 'layer { name: "a" type: "Input" top: "a" input_param { shape { dim: 1 } } }'
+    for content in (b"\xef\xbb\xbf" + text.encode(), b"# \xd6\xd0\xce\xc4\n" + text.encode()):
+        (tmp_path / "net.prototxt").write_bytes(content)
+        assert read_net(tmp_path / "net.prototxt").net.layer[0].name == "a"
+    (tmp_path / "net.prototxt").write_bytes(b"\x0a\x03net\x00")
+    with pytest.raises(UsageError, match="not a text file"):
+        read_net(tmp_path / "net.prototxt")
+
+
+ALEX = """name: "n"
+layer { name: "data" type: "Data" top: "data" top: "label" include { phase: TRAIN }
+  transform_param { crop_size: 227 } data_param { source: "nowhere" batch_size: 256 backend: LMDB } }
+layer { name: "data" type: "Data" top: "data" include { phase: TEST stage: "deep" } data_param { batch_size: 2 } }
+layer { name: "ip" type: "InnerProduct" bottom: "data" top: "ip" inner_product_param { num_output: 2 } }
+"""
+
+
+def test_a_summary_needs_no_data_where_the_settings_or_the_user_tell_its_shape(tmp_path: Path, command: Any) -> None:
+    (tmp_path / "n.prototxt").write_text(ALEX)
+    assert json.loads(command("caffe summary n.prototxt --json"))["layers"][0]["shapes"] == [[256, 3, 227, 227], [256]]
+    said = command("caffe summary n.prototxt --phase TEST")
+    assert "n.prototxt:5: layer 'ip'" in said and "layer 'data' (line 2) makes it, but its include" in said
+    said = command("caffe summary n.prototxt --phase TEST --stage deep")
+    assert "n.prototxt:4: layer 'data' (Data)" in said and "--input data=N,C,H,W" in said
+    found = command("caffe summary n.prototxt --phase TEST --stage deep --input data=2,1,4,4 --json")
+    assert json.loads(found)["parameters"] == 2 * 16 + 2
+    assert "Did you mean 'data'?" in command("caffe summary n.prototxt --input date=2,1,4,4")
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ('layer { name: "b" type: "ReLU" bottom: "a" top: "b" }\nlayer { name: "a" type: "ReLU" bottom: "b" top: "a" }',
+         "prototxt:1: layer 'b' (ReLU): there is no blob 'a' above it; layer 'a' (line 2) makes it below"),
+        ('layer { name: "b" type: "ReLU" bottom: "nowhere" top: "b" }', "there is no blob 'nowhere' above it"),
+        (2 * 'layer { name: "x" type: "DummyData" top: "x" dummy_data_param { shape { dim: 1 } } }\n',
+         "prototxt:2: layer 'x' (DummyData): an earlier layer has the top 'x' too"),
+        ('layer { name: "b" type: "Upsample" top: "b" upsample_param { scale: 2 } }',
+         'has no field named "upsample_param"'),
+    ],
+)  # fmt: skip
+def test_nets_that_cannot_be_are_refused_with_their_line(tmp_path: Path, text: str, error: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        net_of(tmp_path, text)
+    assert error in str(refused.value) and ":" in str(refused.value)
+
+
+def test_a_label_that_no_class_has_is_named(tmp_path: Path) -> None:
+    net = one_layer(tmp_path, "SoftmaxWithLoss", "", torch.zeros(2, 3), torch.zeros(2))
+    with pytest.raises(UsageError, match="labels are from 1 to 7, and there are 3 classes"):
+        net.compute({"in0": torch.zeros(2, 3), "in1": torch.tensor([1.0, 7.0])})
+
+
+def test_stochastic_pooling_draws_by_size_and_tests_with_the_mean_over_draws(tmp_path: Path) -> None:
+    settings = "pooling_param { pool: STOCHASTIC kernel_size: 2 stride: 2 }"
+    x = torch.tensor([[[[1.0, 3, 2, 0], [0, 4, 0, 0], [5, 0, 0, 0]]]])
+    tested = result(tmp_path, "Pooling", settings, x, phase="TEST")
+    assert tested.flatten().tolist() == [pytest.approx(26 / 8), 2, 5, 0]
+    net = one_layer(tmp_path, "Pooling", settings, x)
+    torch.manual_seed(0)
+    drawn = torch.stack([net.compute({"in0": x})["out0"].flatten() for _ in range(2000)])
+    assert set(drawn[:, 0].tolist()) == {1, 3, 4} and drawn[:, 1:].unique(dim=0).tolist() == [[2, 5, 0]]
+    assert drawn[:, 0].mean().item() == pytest.approx(26 / 8, abs=0.1)
+
+
+def test_the_matrix_of_an_infogain_loss_may_be_in_a_file(tmp_path: Path) -> None:
+    blob = message("BlobProto", raw=True)
+    blob.num = blob.channels = 1
+    blob.height = blob.width = 3
+    blob.data.append(np.eye(3, dtype="<f4").tobytes())
+    (tmp_path / "matrix.binaryproto").write_bytes(blob.SerializeToString())
+    x, labels = torch.randn(4, 3), torch.tensor([0.0, 2, 1, 1])
+    found = result(tmp_path, "InfogainLoss", 'infogain_loss_param { source: "matrix.binaryproto" }', x, labels)
+    # with the identity it is softmax with loss
+    assert found.item() == pytest.approx(result(tmp_path, "SoftmaxWithLoss", "", x, labels).item(), rel=1e-5)
+
+
+def test_a_database_smaller_than_a_mini_batch_fills_it_several_times(tmp_path: Path, solver: Path) -> None:
+    text = (tmp_path / "net.prototxt").read_text()
+    (tmp_path / "net.prototxt").write_text(text.replace("batch_size: 10", "batch_size: 250"))
+    task = CaffeTask(solver)
+    assert len(task.train_data()) == 400
+    found = run(task, Single(), Sim(workers=1), run_dir=tmp_path / "run", progress=QUIET, steps=2)
+    assert math.isfinite(found.metrics["loss"])
+
+
 def mutations(folder: Path, count: int) -> None:
     """Mutated nets, weights and records: every one is read, or refused with a clear error."""
     chance = random.Random(9)
@@ -928,7 +1046,7 @@ def mutations(folder: Path, count: int) -> None:
     solver_text = (EXAMPLES / "resnet20_solver.prototxt").read_bytes() + b'net_param { layer { name: "a" } }'
     write_state(folder / "w.solverstate", SolverState(3, "w.caffemodel", (torch.ones(2, 3), torch.ones(2))))
     states = [(folder / name).read_bytes() for name in ("w.caffemodel", "w.solverstate")]
-    seeds = [*texts, states[0], datum.SerializeToString(), solver_text.partition(b"\n")[2], states[1]]
+    seeds = [*texts, states[0], datum.SerializeToString(), solver_text.partition(b"\n")[2], states[1], OLDEST.encode()]
     for _ in range(count):
         kind = chance.randrange(len(seeds))
         content = bytearray(seeds[kind])

@@ -26,10 +26,12 @@ import zmq
 import tether
 from mutate import mutations
 from tether.analysis.live import MetricsTail, RunView
+from tether.cli import slurm
 from tether.core.message import Message
 from tether.core.wire import Codec
 from tether.errors import RunError, UsageError, WireError
 from tether.runtimes.cluster import make_key, parse_address, read_key, watch
+from tether.runtimes.hosts import own_address
 from tether.runtimes.process import control
 from tether.runtimes.process.handshake import Keys
 from tether.runtimes.process.link import Inbox, Outbox, enveloped
@@ -194,6 +196,127 @@ def test_a_new_user_types_the_document_into_three_hosts_and_has_a_trained_model(
         assert places[1].bytes_sent_and_received()[0] > 100_000, "the model's changes go over its link"
 
 
+# ---- workers that the driver starts ----------------------------------------------------------------------------------
+
+
+def test_lists_of_nodes_are_read_as_slurm_writes_them() -> None:
+    assert slurm.expand("node7") == ["node7"]
+    assert slurm.expand("node[1-3,7],login") == ["node1", "node2", "node3", "node7", "login"]
+    assert slurm.expand("n[08-11]") == ["n08", "n09", "n10", "n11"]
+    assert slurm.expand("rack[0-1]n[1-2].local") == ["rack0n1.local", "rack0n2.local", "rack1n1.local", "rack1n2.local"]
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1-", "n[1-3", "n1-3]", "n[3-1]", "n[a-c]", "n[]", "a,,b", "a b", "n[[1]]", "n[0-9999999]"]
+)
+def test_what_is_not_a_list_of_nodes_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="as Slurm writes it"):
+        slurm.expand(text)
+
+
+def test_a_job_of_slurm_knows_its_nodes_and_its_place() -> None:
+    batch = {"SLURM_JOB_ID": "4711", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}
+    found = slurm.allocation(batch)
+    assert (found.hosts, found.rank, found.tasks) == (("n1", "n2"), 0, 1), "the script of a batch job is alone"
+    step = batch | {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": "n2", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+    other = slurm.allocation(step)
+    assert (other.hosts, other.rank, other.tasks) == (("n2",), 1, 2)
+    assert other.port != found.port, "steps of a job may run side by side"
+    with pytest.raises(UsageError, match="not a job of Slurm"):
+        slurm.allocation({})
+    with pytest.raises(UsageError, match="SLURM_PROCID is 'x'"):
+        slurm.allocation(batch | {"SLURM_PROCID": "x"})
+
+
+def test_processes_that_srun_has_started_train_together(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_key(tmp_path / "key")
+    (tmp_path / "line.py").write_text(TASK.format(epochs=2, outputs=1))
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_TASKS": "2"}
+    processes = []
+    for rank in ("1", "0"):
+        for name, value in (job | {"SLURM_PROCID": rank}).items():
+            monkeypatch.setenv(name, value)
+        words = ("--hosts", "slurm", "--key", "key", "--protocol", "elastic", "--run", "run")
+        processes.append(start("train", "line.py:Line", *words))
+    for process in processes:
+        said = process.communicate(timeout=120)[1]
+        assert process.returncode == 0, said
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["result"]["workers"] == 2
+
+
+def test_a_host_on_which_nothing_starts_ends_the_run_with_what_it_printed(start: Start) -> None:
+    launched = start("launch", "--hosts", "nowhere", "digits", "--listen", "127.0.0.1:0", "--ssh", "echo no way to")
+    said = launched.communicate(timeout=120)[1]
+    assert launched.returncode == 1
+    assert "no worker could be started on nowhere: no way to nowhere" in said
+
+
+def test_a_host_whose_name_is_not_known_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"no way to host no\.such\.host\.invalid is known"):
+        own_address(["localhost", "me@no.such.host.invalid"])
+    assert own_address(["localhost"]) == "127.0.0.1"
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> Iterator[Callable[[Host], str]]:
+    """Starts sshd on a host; the command that reaches it."""
+    (tmp_path / "ssh").mkdir()
+    for name in ("server", "client"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "ssh" / name], check=True)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    configuration = tmp_path / "ssh" / "config"
+    folder = tmp_path / "ssh"
+    configuration.write_text(
+        f"HostKey {folder}/server\nAuthorizedKeysFile {folder}/client.pub\nPidFile none\nStrictModes no\n"
+        f"PasswordAuthentication no\nSetEnv PYTHONPATH={os.pathsep.join(filter(None, sys.path))}\n"
+    )
+    servers = []
+
+    def serve(host: Host) -> str:
+        servers.append(subprocess.Popen([*host.words, shutil.which("sshd") or "", "-D", "-e", "-f", configuration]))
+        return (
+            f"ssh -F none -i {folder}/client -o UserKnownHostsFile={folder}/known -o StrictHostKeyChecking=no -o "
+            "BatchMode=yes -o ConnectionAttempts=20"
+        )
+
+    yield serve
+    for server in servers:
+        server.terminate()
+        server.wait()
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc") and shutil.which("sshd")),
+    reason="hosts with sshd need root and the programs ip, tc and sshd: apt-get install iproute2 openssh-server",
+)
+def test_workers_are_started_by_ssh_and_again_when_they_are_killed(
+    start: Start, ssh: Callable[[Host], str], tmp_path: Path
+) -> None:
+    with hosts(3, "100mbit") as (first, *others):
+        command = [ssh(host) for host in others].pop()
+        names = ",".join(f"root@{host.address}" for host in others)
+        goal = ("--epochs", "1000000", "--evaluate-every", "1000000", "--protocol", "elastic")
+        driver = start("launch", "--hosts", names, "digits", *goal, "--ssh", command, "--run", "run", on=first)
+        wait_for(driver, "training")
+        trained = subprocess.run(
+            ["ip", "netns", "pids", others[0].words[-1]], check=True, capture_output=True, text=True
+        ).stdout.split()
+        (worker,) = [
+            pid
+            for pid in map(int, trained)
+            if b"\0worker\0" in (line := Path(f"/proc/{pid}/cmdline").read_bytes()) and b"--key\0-" in line
+        ]
+        os.kill(worker, signal.SIGKILL)
+        wait_for(driver, "has joined")
+        assert others[1].bytes_sent_and_received()[0] > 50_000
+        driver.send_signal(signal.SIGINT)
+        driver.communicate(timeout=90)
+        assert driver.returncode == 130
+        assert "the run is over" in (tmp_path / "run" / "logs" / "host-1.log").read_text()
+
+
 # ---- who watches, and who must not get in ---------------------------------------------------------------------------
 
 
@@ -310,14 +433,16 @@ def test_malformed_messages_of_who_has_the_key_are_refused_and_others_arrive_in_
     keys.secure(raw, server=False)
     raw.connect(inbox.address)
     raw.setsockopt(zmq.RECONNECT_IVL, 1)
-    note = enveloped(Codec([Message]), "worker-0", control.Note("aaaaaaaa"), lambda frame: None)
-    whole = [bytes(frame) for frame in note]
+    whole, oversized = (
+        [bytes(frame) for frame in enveloped(Codec([Message]), "worker-0", control.Note(text), lambda frame: None)]
+        for text in ("aaaaaaaa", "oversized")
+    )
     refused, arrived = 0, []
     try:
         for number in range(count):
             match number % 20:
                 case 19:
-                    frames = [*whole, bytes(2 << 20)]  # too large: the connection is closed
+                    frames = [*oversized, bytes(2 << 20)]  # too large: the connection is closed
                 case even if even % 2:
                     frames = [rng.randbytes(rng.randint(0, 200)) for _ in range(rng.randint(1, 4))]
                 case four if four % 4:
@@ -333,7 +458,7 @@ def test_malformed_messages_of_who_has_the_key_are_refused_and_others_arrive_in_
             except WireError:
                 refused += 1
         assert [text for text in arrived if text.isdigit()] == [str(number) for number in range(count)]
-        assert "aaaaaaaa" not in arrived, "what is too large is not delivered in part"
+        assert "oversized" not in arrived, "what is too large is not delivered in part"
         print(f"{count} malformed messages, {refused} refused, {len(arrived) - count} well-formed nevertheless")
         assert refused > count / 2
     finally:

@@ -527,6 +527,17 @@ def test_without_new_states_of_workers_a_checkpoint_refers_to_the_last_ones(dire
     assert len(list((directory.path / "checkpoints").iterdir())) == 2
 
 
+def test_a_checkpoint_that_is_kept_keeps_the_states_to_which_it_refers(directory: RunDirectory) -> None:
+    keep(directory, 1, {0: {"kept": 1}})
+    keep(directory, 2, None)
+    keep(directory, 3, None)
+    keep(directory, 4, {0: {"kept": 4}})
+    (newest,) = (directory.path / "checkpoints").glob("at-*40-*")
+    (newest / "model.safetensors").write_bytes(b"damaged")
+    restored = RunDirectory(directory.path).load_checkpoint()
+    assert restored is not None and (restored.step, restored.workers) == (3, {0: {"kept": 1}})
+
+
 def test_a_resumed_run_keeps_the_states_that_it_found(directory: RunDirectory) -> None:
     keep(directory, 1, {0: {"kept": 1}})
     again = RunDirectory(directory.path)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from tether import Averaging, Local, Result, Server, Sim, Single, UsageError, resume, run
-from tether.errors import RunError
+from tether.errors import RunError, TaskError
 from tether.execution.directory import RunDirectory
 from tether.execution.progress import Progress, make_progress
 from tether.testing.conformance import Blobs
@@ -174,6 +174,34 @@ def test_processes_train_to_their_end_on_a_full_disk(disk: Disk, protocol: Any) 
     )
     assert result.figures["steps"] == 400 and result.figures["unsaved"]
     assert any("checkpoint" in note and "No space left on device" in note for note in progress.notes)
+
+
+class Talking(Blobs):
+    """Its workers print, and one of them fails in the end."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+        self.calls = 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.calls += 1
+        print("still computing", flush=True)
+        if self.fails and self.calls == 300:
+            raise ValueError("a bad row")
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_workers_print_on_a_full_disk_is_lost_but_not_their_errors(disk: Disk, fails: bool) -> None:
+    progress = At(20, disk.fill)
+    goal: dict[str, Any] = {"steps": 400, "run_dir": disk.path / "run", "progress": progress}
+    if fails:
+        with pytest.raises(TaskError, match=r"worker-\d, .*a bad row"):
+            run(Talking(fails), Averaging(tau=5), Local(2), **goal)
+    else:
+        assert run(Talking(fails), Averaging(tau=5), Local(2), **goal).figures["steps"] == 400
+        assert not any("go on" in note for note in progress.notes)
 
 
 def test_a_limit_on_the_size_of_files_is_like_a_full_disk(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ SHORTER = {
     "tether resume RUN": "--epochs 2",
 }
 #: commands that need a data set which is to be fetched, and runs of it, or Spark, which has a test of its own
-ELSEWHERE = ("--data DIR", "report single", "--on spark", "--on ray")
+ELSEWHERE = ("--data DIR", "report single", "--on spark", "--on ray", "--hosts a,b,c")
 
 
 #: the documents whose commands run, and the program in each that they call my_task.py

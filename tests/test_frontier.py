@@ -9,8 +9,9 @@ import pytest
 
 from tether import Averaging, Tide, UsageError
 from tether.analysis.sweep_plots import frontier_png
+from tether.bench import cells
 from tether.bench import frontier as bench
-from tether.bench.cells import Cell, Place, Results, options_of
+from tether.bench.cells import Cell, Place, Results, Subject, options_of
 from tether.bench.frontier import (
     arrange,
     compare,
@@ -22,6 +23,7 @@ from tether.bench.frontier import (
     summary,
 )
 from tether.bench.suites import HELD_BACK, PARTS, PROTOCOLS, SUITES
+from tether.tasks.digits import Digits
 
 
 def test_the_target_is_the_best_of_the_median_protocol_by_the_mean_of_three_evaluations() -> None:
@@ -53,6 +55,17 @@ def test_a_label_may_have_settings() -> None:
     assert options_of("tide:drift=0+phases=1") == Tide(drift=0.0, phases=1)
     with pytest.raises(UsageError, match="unknown protocol 'tied'"):
         options_of("tied")
+
+
+def test_one_learner_alone_makes_the_samples_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    digits = Subject(lambda data, **given: Digits(**given), "", {"small": 32}, 0.05, 2.0)  # type: ignore[arg-type]
+    monkeypatch.setitem(cells.SUBJECTS, "digits", digits)
+    place = Place("digits", workers=4)
+    alone, together = (cells.train(Cell(place, label, 0, 0.5), None) for label in ("single", "tide"))
+    steps = 1437 / 32
+    assert alone[-1][0] == pytest.approx(steps * cells.STEP_SECONDS, rel=0.05)
+    assert steps / 4 * cells.STEP_SECONDS < together[-1][0] < alone[-1][0]
+    assert alone[-1][1] < 0.5
 
 
 def test_a_study_is_continued_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,9 @@ from tether.errors import NodesLost
 from tether.execution.progress import make_progress
 from tether.protocols import Options
 from tether.runtimes.process import liveness, local_launcher
+from tether.runtimes.process.control import Alive, Work
 from tether.runtimes.process.forkserver import _EXITED, _REPORT, _STATUS, ForkServer
+from tether.runtimes.process.liveness import LOOP, Watchdog
 from tether.testing.conformance import Assassin, Blobs, descendants
 
 pytestmark = [
@@ -362,6 +364,19 @@ def test_on_spark_a_worker_whose_step_never_ends_is_given_up_and_the_others_go_o
     notes = [text for _, text in watcher.notes]
     assert any("has been at one gradient for" in text for text in notes), notes
     assert any("is given up; the others go on" in text for text in notes), notes
+
+
+def test_a_users_own_loop_may_take_its_time_but_is_told_of() -> None:
+    quick, slow = (Alive((Work(LOOP, seconds, 1.0),)).work for seconds in (50.0, 100.0))
+    patient, strict = Watchdog(60.0), Watchdog(60.0, loop_seconds=80.0)
+    for watchdog in (patient, strict):
+        watchdog.reported("worker-0", quick)
+        assert watchdog.unusual_loop_seconds("worker-0") is None
+        assert not watchdog.why_overdue("worker-0", ready=True)
+        watchdog.reported("worker-0", slow)
+        assert watchdog.unusual_loop_seconds("worker-0") == 100.0
+    assert not patient.why_overdue("worker-0", ready=True)
+    assert "longer than the 80 s allowed" in strict.why_overdue("worker-0", ready=True)
 
 
 def test_an_exit_whose_report_and_closed_lifeline_arrive_together_is_one_exit() -> None:

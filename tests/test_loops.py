@@ -19,18 +19,20 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import tether
-from tether import Averaging, Elastic, Grid, Mpca, Single, Tide
+from tether import Averaging, Elastic, Grid, Mpca, Single, Streaming, Tide
 from tether.core.effects import Compute, Contributed, Effect, Install, Reduce, Send, Step
 from tether.core.events import Broadcasted, DataEnded, GradientReady, Received, Started
 from tether.core.machine import NodeContext, Schedule
 from tether.errors import UsageError
+from tether.learner.loop import LoopReplica
 from tether.loops import loop as loops
+from tether.loops import process
+from tether.loops.launch import launch as launch_script
 from tether.loops.sampler import SharedSampler, next_parts
 from tether.protocols import Options
 from tether.protocols.averaging import ROUND, Joint
 from tether.protocols.circulation import tag_of
 from tether.protocols.elastic import Ask, Centre, Difference
-from tether.protocols.mpca import Projected
 
 EXAMPLES = Path(__file__).parent.parent / "examples" / "loops"
 
@@ -183,8 +185,9 @@ EVERYTHING = """
         context = sys.argv[1] if len(sys.argv) > 1 else "fork"
         with tether.join(model, optimizer, scheduler) as (_, _, scheduler):
             frozen = model.last.bias.clone()
-            loader = DataLoader(data, batch_size=16, sampler=tether.sampler(data), num_workers=2,
-                                multiprocessing_context=context)
+            used, known = tether.sampler(data), []
+            optimizer.register_step_post_hook(lambda *_: known.append(int(used.state()["marks"][-1][0])))
+            loader = DataLoader(data, batch_size=16, sampler=used, num_workers=2, multiprocessing_context=context)
             for epoch in range(3):
                 model.train()
                 if epoch == 1:
@@ -210,6 +213,7 @@ EVERYTHING = """
                 assert (joint is None) == (tether.rank() > 0), joint
             assert not torch.equal(model.last.bias, frozen), "it was trained"
             assert model.second.weight is model.first.weight
+        assert known == [*range(1, made + 1)], "a checkpoint that is made during a step has its samples"
         assert scheduler.last_epoch == made, (scheduler.last_epoch, made)
         tether.save("joint.safetensors")
         print("made", made, "end", digest())
@@ -286,6 +290,87 @@ def test_one_process_makes_the_steps_that_the_script_makes_alone(tmp_path: Path)
     assert ended.stdout == by_itself.stdout
 
 
+MODULE = """
+    from .parts import SAM
+
+    import threading, time
+
+    optimizer = SAM(model.parameters(), lr=0.2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss.backward()
+        return loss
+
+    with tether.join(model, optimizer):
+        for _ in range(20):
+            closure()
+            optimizer.step(closure)
+        tether.evaluate(lambda joint: {"loss": nn.functional.cross_entropy(joint(inputs), labels)})
+
+    def last():
+        time.sleep(0.5)
+        print(__package__, *sys.argv[1:], "end", digest(), flush=True)
+
+    threading.Thread(target=last).start()
+"""
+#: an optimizer that calls the closure in the middle of its step, and gives the parameters other memory
+PARTS = """
+import torch
+
+class SAM(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        parameters = self.param_groups[0]["params"]
+        before = [p.data.clone() for p in parameters]
+        for p in parameters:
+            p.add_(p.grad, alpha=0.05)
+        with torch.enable_grad():
+            closure()
+        for p, old in zip(parameters, before):
+            p.data = old - self.param_groups[0]["lr"] * p.grad
+"""
+
+
+def test_a_module_of_a_package_with_an_optimizer_that_needs_its_closure(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "parts.py").write_text(PARTS)
+    (tmp_path / "package" / "train.py").write_text(SCRIPT + textwrap.dedent(MODULE))
+    command = [sys.executable, "-m", "tether", "launch", "--run", "run"]
+    ended = run([*command, "-n", "1", "-m", "package.train", "--flag", "x"], tmp_path)
+    by_itself = run([sys.executable, "-m", "package.train", "--flag", "x"], tmp_path)
+    assert ended.stdout == by_itself.stdout and ended.stdout.startswith("package --flag x end ")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [list(row["metrics"]) for row in rows if row["kind"] == "evaluation"] == [["loss"]], "a tensor is a number"
+
+
+def test_accelerate_accumulates_gradients_and_a_step_is_one_of_the_optimizer(tmp_path: Path) -> None:
+    script = """
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        model, optimizer, loader, scheduler = accelerator.prepare(
+            model, optimizer, DataLoader(data, batch_size=16), scheduler)
+        with tether.join(model, optimizer, scheduler):
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.cross_entropy(model(x), y))
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+        print("end", scheduler.get_last_lr(), digest())
+    """
+    ended = launch(tmp_path, script, "-n", "1")
+    by_itself = run([sys.executable, "script.py"], tmp_path)
+    assert ended.stdout == by_itself.stdout and "end [0.1]" in ended.stdout
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["result"]["samples"] == 16 // 4
+
+
 # ---- ends that nobody wants -----------------------------------------------------------------------------------------
 
 
@@ -300,6 +385,64 @@ def test_an_exception_in_the_loop_ends_the_run_and_names_the_line(tmp_path: Path
     ended = launch(tmp_path, script, "-n", "2", "--protocol", "mpca", ends_well=False)
     assert "worker-1: ValueError: no more of this" in ended.stderr and "script.py:" in ended.stderr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "guard", "counted"),
+    [("nan", "0", "gradients_skipped"), ("1e6", "100", "gradients_refused")],
+    ids=["not finite", "far too long"],
+)
+def test_a_wrong_gradient_of_one_rank_reaches_nobody(wrong: str, guard: str, counted: str, tmp_path: Path) -> None:
+    script = """
+        model.append(nn.BatchNorm1d(2))
+        with tether.join(model, optimizer):
+            for number in range(40):
+                wrong = tether.rank() == 1 and number == 30
+                x = inputs[:64] * (float("WRONG") if wrong else 1.0)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), labels[:64]).backward()
+                if wrong:
+                    model[0].weight.grad.fill_(float("WRONG"))
+                optimizer.step()
+        largest = max(float(values.abs().max()) for values in model.state_dict().values())
+        print("small" if largest < 100 else f"the largest value is {largest}")
+    """
+    options = ["-n", "2", "--protocol", "averaging", "--set", "tau=1", "--set", f"guard={guard}"]
+    ended = launch(tmp_path, script.replace("WRONG", wrong), *options)
+    assert "small" in ended.stdout and "small" in log(tmp_path, 1), ended.stdout
+    figures = json.loads((tmp_path / "run" / "run.json").read_text())["result"]
+    assert figures[counted] in (1, {"worker-1": 1})
+
+
+def test_a_rank_whose_gradients_are_never_finite_ends_the_run_by_name(tmp_path: Path) -> None:
+    script = """
+        with tether.join(model, optimizer):
+            for number in range(1000):
+                optimizer.zero_grad()
+                (model(inputs[:16]).sum() * (float("nan") if tether.rank() == 1 else 1e-6)).backward()
+                optimizer.step()
+    """
+    ended = launch(tmp_path, script, "-n", "2", ends_well=False)
+    assert "worker-1, step 11: 11 of its gradients were not finite" in " ".join(ended.stderr.split())
+
+
+def test_a_loop_that_stands_still_is_killed_and_its_script_starts_again(tmp_path: Path) -> None:
+    script = """
+        import pathlib, threading
+        first = not pathlib.Path("stands").exists()
+        with tether.join(model, optimizer):
+            for number in range(40):
+                steps([(inputs[:16], labels[:16])])
+                if tether.rank() == 1 and number == 20 and first:
+                    pathlib.Path("stands").touch()
+                    threading.Event().wait()
+        print("end", digest())
+    """
+    options = ["-n", "2", "--protocol", "averaging", "--set", "tau=1", "--hung-seconds", "4"]
+    ended = launch(tmp_path, script, *options)
+    assert "worker-1 has been at one step of its loop for" in ended.stderr and "is killed" in ended.stderr
+    assert "worker-1 is replaced" in ended.stderr
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
 
 
 def test_a_worker_that_is_killed_again_and_again_is_left_out(tmp_path: Path) -> None:
@@ -424,6 +567,57 @@ def test_joining_twice_is_an_error(alone: None) -> None:
         tether.join(model, optimizer)
 
 
+def test_lbfgs_cannot_be_joined_with_other_processes(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with tether.join(model, optimizer):
+        """Alone, everything is allowed."""
+    monkeypatch.setenv(process.WORLD_SIZE, "2")
+    with pytest.raises(UsageError, match=r"LBFGS .* other processes change the weights"):
+        tether.join(model, optimizer)
+
+
+def test_data_of_a_parameter_that_is_replaced_outside_a_step_is_an_error() -> None:
+    model = nn.Linear(2, 2)
+    replica = LoopReplica(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.weight.data = model.weight.data.clamp(-1, 1)
+    with pytest.raises(UsageError, match=r"parameter\.data\.copy_"):
+        replica.check()
+
+
+def test_a_gradient_of_rows_is_replaced_by_that_of_the_machine() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    replica = LoopReplica(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model(torch.tensor([1])).sum().backward()
+    before = model.weight.detach().clone()
+    replica.pending_step = replica.optimizer.step
+    replica.step(torch.arange(8.0), 1.0)
+    assert torch.allclose(before - model.weight, torch.arange(8.0).view(4, 2), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        (None, {}, "there is no script train.py"),
+        ("def f(:", {}, r"SyntaxError: invalid syntax \(.*train.py:1\): correct the script"),
+        ("", {"is_module": True}, "there is no module train.py in "),
+        ("", {"workers": 0}, "workers must be at least 1"),
+        ("", {"threads": 0}, "threads must be at least 1"),
+        ("", {"checkpoint_seconds": -1}, "checkpoint_seconds cannot be negative"),
+    ],
+    ids=["missing", "syntax", "module", "workers", "threads", "checkpoint_seconds"],
+)
+def test_what_cannot_be_launched_is_refused_before_any_process_starts(
+    text: str | None, options: dict[str, Any], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("train.py").write_text(text)
+    with pytest.raises(UsageError, match=expected):
+        launch_script("train.py", **options)
+    assert not Path("runs").exists()
+
+
 @pytest.mark.parametrize("what", ["evaluate", "save"])
 def test_what_needs_the_joint_model_needs_a_join(what: str, alone: None) -> None:
     with pytest.raises(UsageError, match=r"before tether\.join"):
@@ -452,13 +646,21 @@ def test_what_needs_the_joint_model_needs_a_join(what: str, alone: None) -> None
         ),
         (
             """
+            loader = DataLoader(data, batch_size=200, drop_last=True, sampler=tether.sampler(data))
+            with tether.join(model, optimizer):
+                steps(loader)
+            """,
+            "This process's share of the data is 128 samples",
+        ),
+        (
+            """
             model = nn.Linear(8, 2 + tether.rank())
             tether.join(model, torch.optim.SGD(model.parameters(), lr=0.1))
             """,
             "weight of shape [3, 8] instead of weight of shape [2, 8]",
         ),
     ],
-    ids=["never joins", "dies before joining", "never steps", "other model"],
+    ids=["never joins", "dies before joining", "never steps", "large batches", "other model"],
 )
 def test_a_launched_script_that_goes_wrong_says_so_in_plain_words(script: str, expected: str, tmp_path: Path) -> None:
     ended = launch(tmp_path, script, "-n", "2", ends_well=False)
@@ -517,7 +719,11 @@ def test_every_sample_of_an_epoch_is_drawn_once(world: int, workers: int) -> Non
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 1)])
-def test_a_resumed_epoch_draws_what_no_step_that_counts_has_used(before: int, after: int, workers: int) -> None:
+@pytest.mark.parametrize("ahead", [2, -3], ids=["newer state", "older state"])
+def test_a_resumed_epoch_draws_what_no_step_that_counts_has_used(
+    before: int, after: int, workers: int, ahead: int
+) -> None:
+    """The state of a sampler may be some steps ahead of the joint model of its checkpoint, or behind."""
     data, size = TensorDataset(torch.arange(120)), 5
     used: Counter[tuple[int, int]] = Counter()
     states, made = {}, {}
@@ -532,11 +738,12 @@ def test_a_resumed_epoch_draws_what_no_step_that_counts_has_used(before: int, af
                 sampler.step_made(step)
                 if step <= made[rank]:
                     used.update((epoch, x) for x in batch.tolist())
+                if step == made[rank] + ahead:
+                    states[rank] = sampler.state()
                 if step == made[rank] + 2:
                     break
             if step == made[rank] + 2:
                 break
-        states[rank] = sampler.state()
     parts = next_parts(states, made, before)
     for rank in range(after):
         sampler = SharedSampler(data, seed=1, rank=rank, world_size=after)
@@ -580,23 +787,44 @@ def test_averaging_a_worker_whose_data_ends_contributes_its_steps_and_then_nothi
     assert kinds(worker.handle(joint_model(2), 3.0)) == [Install, Reduce]
 
 
-@pytest.mark.parametrize("options", [Mpca(phases=1), Tide(phases=1)], ids=str)
+def shard(options: Options, cycle: int, steps: int) -> Broadcasted:
+    """The only shard of the joint model, which has so many steps of worker-0."""
+    kind: Any = options.messages[0]
+    message = kind(0, cycle, 0.0, torch.ones(6), steps={"worker-0": steps})
+    return Broadcasted(tag_of(0, 0).stream, ("hub", "worker-0", "worker-1"), message)
+
+
+CIRCULATING = [Mpca(phases=1), Tide(phases=1), Streaming(phases=1, shards=1, tau=1)]
+
+
+@pytest.mark.parametrize("options", CIRCULATING, ids=str)
 def test_a_circulating_worker_whose_data_ends_has_contributed_when_every_shard_has_come_back(options: Options) -> None:
     worker = machine(options)
-    kind: Any = Projected if isinstance(options, Mpca) else options.messages[0]
-
-    def shard(cycle: int) -> Broadcasted:
-        message = kind(0, cycle, 0.0, torch.ones(6))
-        return Broadcasted(tag_of(0, 0).stream, ("hub", "worker-0", "worker-1"), message)
-
     worker.handle(Started(("hub", "worker-0", "worker-1")), 0.0)
     assert Step in kinds(worker.handle(gradient(), 0.1))
     assert kinds(worker.handle(DataEnded(), 0.2)) == [], "the step is not in the joint model"
-    effects = worker.handle(shard(0), 0.3)
+    effects = worker.handle(shard(options, 0, 0), 0.3)
     assert [effect.steps for effect in effects if isinstance(effect, Reduce)] == [1]
     assert Contributed not in kinds(effects)
-    assert Contributed in kinds(worker.handle(shard(1), 0.4))
-    assert Contributed not in kinds(worker.handle(shard(2), 0.5))
+    assert Contributed in kinds(worker.handle(shard(options, 1, 1), 0.4))
+    assert Contributed not in kinds(worker.handle(shard(options, 2, 1), 0.5))
+
+
+@pytest.mark.parametrize("ends_late", [False, True])
+@pytest.mark.parametrize("options", CIRCULATING, ids=str)
+def test_last_steps_that_came_too_late_for_their_reduction_are_given_again(options: Options, ends_late: bool) -> None:
+    """The hub closes a reduction that is overdue without the contribution of a worker that makes a long step."""
+    worker = machine(options)
+    worker.handle(Started(("hub", "worker-0", "worker-1")), 0.0)
+    worker.handle(shard(options, 0, 0), 0.1)
+    worker.handle(gradient(), 1.0)
+    assert [effect.steps for effect in worker.handle(shard(options, 1, 0), 9.0) if isinstance(effect, Reduce)] == [1]
+    events = [DataEnded(), shard(options, 5, 0)]
+    effects = [effect for event in (events[::-1] if ends_late else events) for effect in worker.handle(event, 9.1)]
+    given = [(effect.weight, effect.steps) for effect in effects if isinstance(effect, Reduce)]
+    assert given == [(1.0, 1)], "as it would have been in time"
+    assert Contributed not in kinds(effects)
+    assert Contributed in kinds(worker.handle(shard(options, 6, 1), 9.2))
 
 
 def test_elastic_a_worker_whose_data_ends_exchanges_and_waits_until_the_hub_has_it() -> None:

@@ -484,11 +484,7 @@ def make_runtime(
             "device: only workers in processes on this machine are given a device by name; on Spark and Ray they take "
             "those that the cluster assigns, and in the simulator model() decides"
         )
-    if on == "cluster" and not {"listen", "key"} <= settings.keys():
-        raise UsageError(
-            "a cluster needs an address and a key: add --listen HOST:PORT --key FILE (tether.Cluster(...))"
-        )
-    count = workers if workers is not None else protocol.workers_max or 2
+    count = workers if workers is not None else protocol.workers_max or (0 if on == "cluster" else 2)
     settings |= {"device": device} if on == "local" else {}
     return RUNTIMES[on](**places, workers=count, **settings)
 

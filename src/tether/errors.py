@@ -80,12 +80,13 @@ class Interrupted(KeyboardInterrupt):
     learned yet or if the run could not shut down in time. `directory` is the run directory.
     """
 
-    def __init__(self, directory: Path, result: Any = None, *, resumable: bool = False) -> None:
+    def __init__(self, directory: Path, result: Any = None, *, command: str = "") -> None:
+        """`command` continues the run, if that is possible."""
         self.directory = directory
         self.result = result
         when = f"after step {result.figures['steps']}" if result is not None else "without a result"
-        how = f"; continue with 'tether resume {directory}'" if resumable else ""
-        if result is None and not resumable:
+        how = f"; continue with '{command}'" if command else ""
+        if result is None and not command:
             how = f" and without a checkpoint: start the run again; --run {directory} (run_dir) reuses its directory"
         super().__init__(f"interrupted {when}{how}")
 

@@ -29,9 +29,7 @@ class TetherCallback(TrainerCallback):  # type: ignore[misc]
             sampler: Any = getattr(kwargs["train_dataloader"].batch_sampler, "sampler", None)
             if hasattr(sampler, "initial_seed"):
                 sampler.initial_seed += rank() * 7919
-        optimizer = kwargs["optimizer"]
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # without the wrapper of accelerate
-        self._loop = join(kwargs["model"], optimizer, kwargs["lr_scheduler"], self._protocol)
+        self._loop = join(kwargs["model"], kwargs["optimizer"], kwargs["lr_scheduler"], self._protocol)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._loop is not None:

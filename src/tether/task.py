@@ -213,6 +213,8 @@ def users_code(task: Task | Callback, what: str) -> Iterator[None]:
 
 def describe_error(task: Task | Callback, error: Exception) -> str:
     """An exception that the user's code raised, and the line of that code that it came from."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     frames = traceback.extract_tb(error.__traceback__)
     methods = [value for cls in type(task).__mro__ for value in vars(cls).values() if inspect.isfunction(value)]
     sources = {method.__code__.co_filename for method in methods} - {__file__}

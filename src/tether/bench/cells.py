@@ -70,6 +70,8 @@ OPTIMIZERS = ("adam", "sgd", "falling")
 #: names for protocols with settings
 ALIASES: dict[str, Options] = {
     "diloco": Averaging(outer="nesterov"),
+    # at its best in runs of this length: its momentum lasts for so many exchanges, of whatever length
+    "diloco-50": Averaging(tau=50, outer="nesterov"),
     "tide-pull": PulledTide(),
 }
 
@@ -170,23 +172,27 @@ def options_of(label: str) -> Options:
 
 
 def train(cell: Cell, data: Path | None) -> Curve:
-    """The metric of the joint model over time; a run that diverges ends early."""
+    """The metric of the joint model over time; a run that diverges ends early.
+
+    A protocol that has one worker only, `single`, makes the samples of all of them.
+    """
     torch.set_num_threads(1)
-    place, epochs = cell.place, cell.place.epochs * cell.length
+    place, epochs, options = cell.place, cell.place.epochs * cell.length, options_of(cell.label)
+    workers = min(place.workers, options.workers_max or place.workers)
     task = place.make_task(data)
     samples = len(task.train_data())  # type: ignore[arg-type]
-    steps = epochs * samples / task.batch_size / place.workers
+    steps = epochs * samples / task.batch_size / workers
     sim = Sim(
-        workers=place.workers,
+        workers=workers,
         step_seconds=StepTime(STEP_SECONDS, spread=0.05),
         link=place.link,
         model_bytes=MODEL_BYTES,
-        faults=DISTURBANCES[place.disturbance](place.workers, steps * STEP_SECONDS),
+        faults=DISTURBANCES[place.disturbance](workers, steps * STEP_SECONDS),
     )
     request = Request(
         epochs=epochs, seed=cell.seed, evaluate_every=epochs / EVALUATIONS, checkpoint_seconds=NEVER, trace=False
     )
-    plan = RunPlan.make(task, options_of(cell.label), sim, request, None)
+    plan = RunPlan.make(task, options, sim, request, None)
     watcher = EvaluatingObserver(plan)
     metric = SUBJECTS[place.task].metric
     with suppress(Diverged):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -77,10 +78,13 @@ class RoundTimes(NullObserver):
     def __init__(self) -> None:
         self.ended: dict[int, list[float]] = defaultdict(list)
         self.seconds: list[float] = []
+        #: when this process heard of each
+        self.noted: list[float] = []
 
     def record(self, node: str, values: message.Row, now: float) -> None:
         if "round" in values:
             self.ended[int(str(values["line"]))].append(now)
+            self.noted.append(time.monotonic())
             self.seconds.append(float(str(values["seconds"])))
 
     def periods(self) -> list[float]:

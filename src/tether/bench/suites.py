@@ -7,7 +7,7 @@ from typing import Literal
 
 from tether.bench.cells import DISTURBANCES, Place
 
-PROTOCOLS = ("averaging", "diloco", "elastic", "grid", "mpca", "streaming", "tide")
+PROTOCOLS = ("averaging", "diloco", "diloco-50", "elastic", "grid", "mpca", "streaming", "tide")
 Name = Literal["study", "ablations", "disturbed"]
 
 #: places on which tide was tuned: the first of each task, and what differs from it in one value

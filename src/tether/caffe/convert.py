@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tether.caffe.data import LmdbData, decode_datum
+from tether.caffe.data import Records, decode_datum
 from tether.caffe.schema import message
 from tether.errors import UsageError, missing_extra
 
@@ -54,7 +54,7 @@ def _record(image: Any, label: int) -> bytes:
 
 def from_lmdb(path: Path, progress: Callable[[int], None] = lambda done: None) -> tuple[Any, Any]:
     """All images and labels of an LMDB; the images must have one shape."""
-    data = LmdbData(path)
+    data = Records(path)
 
     def records() -> Iterator[tuple[Any, int]]:
         for index in range(len(data)):

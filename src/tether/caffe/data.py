@@ -1,4 +1,4 @@
-"""What data layers read: LMDB, lists of images, HDF5 files and arrays in memory, and Caffe's transformation of images.
+"""What data layers read: databases, lists of images, HDF5 files and arrays; and Caffe's transformation of images.
 
 Samples are read raw, so that a batch is transformed at once, where the model computes. They are tuples of the tops.
 """
@@ -6,23 +6,25 @@ Samples are read raw, so that a batch is transformed at once, where the model co
 from __future__ import annotations
 
 import io
+import math
 import os
 import random
+import shutil
+import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import WeakValueDictionary
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from tether.caffe.blobs import blob_array, parse_binary
 from tether.caffe.reading import find_file
 from tether.caffe.schema import message
-from tether.caffe.weights import blob_array, parse_binary
 from tether.errors import UsageError, missing_extra
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -66,6 +68,26 @@ def decode_image(content: bytes, what: str, color: bool | None = None) -> Array:
         return pixels[None]
     order = [2, 1, 0, 3][: pixels.shape[2]]
     return np.ascontiguousarray(pixels[:, :, order].transpose(2, 0, 1))
+
+
+def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """An image of bytes in another size: bilinear without smoothing, with OpenCV's integers and their rounding."""
+    rows, columns = _neighbours(image.shape[1], height), _neighbours(image.shape[2], width)
+    values = image.to(torch.int64)
+    across = sum(values[:, :, place] * share for place, share in columns)
+    assert isinstance(across, Tensor)
+    down = sum(((across[:, place] >> 4) * share.unsqueeze(1)) >> 16 for place, share in rows)
+    return ((down + 2) >> 2).clamp(0, 255).to(torch.uint8)
+
+
+def _neighbours(size: int, wanted: int) -> list[tuple[Tensor, Tensor]]:
+    """For each place along an axis, the two that it lies between, and their shares of 2048."""
+    places = ((torch.arange(wanted, dtype=torch.float64) + 0.5) * (size / wanted) - 0.5).float()
+    first = places.floor()
+    part = torch.where((first < 0) | (first >= size - 1), 0.0, places - first)
+    first = first.long().clamp(0, size - 1)
+    shares = ((1 - part) * 2048).round().long(), (part * 2048).round().long()
+    return [(first, shares[0]), ((first + 1).clamp(max=size - 1), shares[1])]
 
 
 def read_mean(path: Path) -> Tensor:
@@ -135,39 +157,36 @@ class Transform:
         return values * self.scale if self.scale != 1 else values
 
 
-class LmdbData:
-    """Records of an LMDB, by number."""
+class Records:
+    """Datum records of a database, by number, in the order of their keys."""
 
     def __init__(self, path: Path, color: bool | None = None) -> None:
-        if not (path / "data.mdb").is_file() and not path.is_file():
-            if (path / "CURRENT").is_file():
-                raise UsageError(f"{path} is a LevelDB, which is not supported: convert it to LMDB with Caffe's tools")
-            raise UsageError(f"{path} is not an LMDB: it has no data.mdb")
+        if not (path.is_file() or any((path / name).is_file() for name in ("data.mdb", "CURRENT"))):
+            raise UsageError(f"{path} is not an LMDB, which has a data.mdb, nor a LevelDB, which has a file CURRENT")
         self.path, self.color = path, color
         self._keys: list[bytes] | None = None
-        self._environment: _Environment | None = None
+        self._database: _Lmdb | _LevelDb | None = None
         self._process = 0
 
-    def _open(self) -> Any:
-        key = (str(self.path.resolve()), os.getpid())
-        if self._environment is None or self._process != os.getpid():
-            self._environment, self._process = _OPEN.get(key) or _Environment(key[0]), os.getpid()
-            _OPEN[key] = self._environment
-        return self._environment.opened
+    def _open(self) -> _Lmdb | _LevelDb:
+        if self._database is None or self._process != os.getpid():
+            key = (str(self.path.resolve()), os.getpid())
+            kind = _LevelDb if (self.path / "CURRENT").is_file() else _Lmdb
+            self._database, self._process = _OPEN.get(key) or kind(self.path.resolve()), os.getpid()
+            _OPEN[key] = self._database
+        return self._database
 
     @property
     def keys(self) -> list[bytes]:
         if self._keys is None:
-            with self._open().begin() as transaction, transaction.cursor() as cursor:
-                self._keys = list(cursor.iternext(values=False))
+            self._keys = self._open().keys()
         return self._keys
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def record(self, index: int) -> bytes:
-        with self._open().begin() as transaction:
-            return bytes(transaction.get(self.keys[index]))
+        return self._open().get(self.keys[index])
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         what = f"{self.path}: record {self.keys[index]!r}"
@@ -175,26 +194,71 @@ class LmdbData:
         return torch.from_numpy(image.copy()), torch.tensor(float(label))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_environment": None, "_keys": None}
+        return {**vars(self), "_database": None, "_keys": None}
 
 
-class _Environment:
+class _Lmdb:
     """An LMDB that is open, until nothing refers to it."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: Path) -> None:
         try:
             import lmdb
         except ImportError:
             raise missing_extra("lmdb", "caffe") from None
         try:
-            folder = Path(path).is_dir()
-            self.opened = lmdb.open(path, readonly=True, lock=False, readahead=False, subdir=folder, max_readers=64)
+            self.opened = lmdb.open(
+                str(path), readonly=True, lock=False, readahead=False, subdir=path.is_dir(), max_readers=64
+            )
         except lmdb.Error as error:
             raise UsageError(f"{path} cannot be opened as LMDB: {error}") from None
 
+    def keys(self) -> list[bytes]:
+        with self.opened.begin() as transaction, transaction.cursor() as cursor:
+            return list(cursor.iternext(values=False))
 
-#: by path and process: LMDB forbids to open a file twice in a process, or to use it in a child after a fork
-_OPEN: WeakValueDictionary[tuple[str, int], _Environment] = WeakValueDictionary()
+    def get(self, key: bytes) -> bytes:
+        with self.opened.begin() as transaction:
+            return bytes(transaction.get(key) or b"")
+
+
+class _LevelDb:
+    """A LevelDB that is open, until nothing refers to it.
+
+    Only one process can have a LevelDB open, which writes to it even if it only reads. So every process opens a folder
+    of its own, with links to the tables, which never change, and copies of the small files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            import plyvel
+        except ImportError:
+            raise missing_extra("plyvel", "caffe") from None
+        copy = Path(tempfile.mkdtemp(prefix="tether-leveldb-"))
+        weakref.finalize(self, _remove, copy, os.getpid())
+        try:
+            for file in path.iterdir():
+                if file.suffix in (".ldb", ".sst"):
+                    (copy / file.name).symlink_to(file)
+                elif file.name != "LOCK":
+                    shutil.copyfile(file, copy / file.name)
+            self.opened = plyvel.DB(str(copy), create_if_missing=False)
+        except (OSError, plyvel.Error) as error:
+            raise UsageError(f"{path} cannot be opened as LevelDB: {error}") from None
+
+    def keys(self) -> list[bytes]:
+        return list(self.opened.iterator(include_value=False))
+
+    def get(self, key: bytes) -> bytes:
+        return bytes(self.opened.get(key))
+
+
+def _remove(folder: Path, process: int) -> None:
+    if process == os.getpid():  # a child after a fork has the same duty on its list
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+#: by path and process: a database must not be opened twice in a process, or be used in a child after a fork
+_OPEN: weakref.WeakValueDictionary[tuple[str, int], _Lmdb | _LevelDb] = weakref.WeakValueDictionary()
 
 
 class ImageListData:
@@ -224,11 +288,7 @@ class ImageListData:
             raise UsageError(f"{self.near} lists {name!r}, and there is no {self.root + name}")
         image = torch.from_numpy(decode_image(found.read_bytes(), str(found), bool(self.color)).copy())
         if self.size[0]:
-            # bilinear without smoothing, as OpenCV does it
-            resized = functional.interpolate(
-                image.unsqueeze(0).float(), self.size, mode="bilinear", align_corners=False
-            )
-            image = resized[0].round().to(torch.uint8)
+            image = resize(image, *self.size)
         return image, torch.tensor(float(label))
 
 
@@ -304,16 +364,29 @@ class Feed:
         return dict(zip(self.tops, [first, *batch[1:]], strict=False))
 
 
+#: where data layers have their settings
+_PARAMS = {
+    "Data": "data_param",
+    "HDF5Data": "hdf5_data_param",
+    "ImageData": "image_data_param",
+    "MemoryData": "memory_data_param",
+    "WindowData": "window_data_param",
+}
+
+
 def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -> Feed:
     """The samples of a data layer. `elsewhere` says where the data is, by the names of layers, tops or sources."""
     tops = tuple(spec.top)
-    fields = {"Data": "data_param", "ImageData": "image_data_param", "HDF5Data": "hdf5_data_param"}
-    param = getattr(spec, fields.get(spec.type, "memory_data_param"))
+    param = getattr(spec, _PARAMS[spec.type])
     source = getattr(param, "source", "")
     known = [spec.name, *tops, *([source] if source else [])]
     named = next((elsewhere[name] for name in known if name in elsewhere), source)
     if spec.type == "MemoryData" and not named:
         raise UsageError("MemoryData has no data of its own: name an .npz file or an LMDB with --data NAME=PATH")
+    if spec.type == "WindowData" and named == source:
+        raise UsageError(
+            f"windows of images are not cut out here: write them to an LMDB, and name it with --data {spec.name}=PATH"
+        )
     path = find_file(named, near)
     if path is None:
         raise UsageError(f"there is no data at {named!r}: make it, or name it with --data {spec.name}=PATH")
@@ -335,7 +408,7 @@ def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -
     else:
         force = spec.transform_param
         color = True if force.force_color or getattr(param, "force_encoded_color", False) else None
-        data = LmdbData(path, False if force.force_gray else color)
+        data = Records(path, False if force.force_gray else color)
     if not len(data):
         raise UsageError(f"{path} has no samples")
     first = data[0]
@@ -349,15 +422,32 @@ def open_feed(spec: Any, phase: str, near: Path, elsewhere: Mapping[str, str]) -
     return Feed(spec.name, tops, int(param.batch_size), data, transform, batched, skip)
 
 
+def described_shapes(spec: Any) -> list[tuple[int, ...]] | None:
+    """The shapes of a data layer's tops as far as its settings tell them, without its data: images, and labels."""
+    if spec.type not in ("Data", "ImageData", "MemoryData", "WindowData"):
+        return None
+    param, transform = getattr(spec, _PARAMS[spec.type]), spec.transform_param
+    colours = 1 if transform.force_gray or not getattr(param, "is_color", True) else 3
+    sides = (getattr(param, "new_height", 0), getattr(param, "new_width", 0))
+    if spec.type == "MemoryData":
+        colours, sides = param.channels, (param.height, param.width)
+    if transform.crop_size:
+        sides = (transform.crop_size, transform.crop_size)
+    if min(param.batch_size, colours, *sides) < 1:
+        return None
+    return [(param.batch_size, colours, *sides), *[(param.batch_size,)] * (len(spec.top) - 1)]
+
+
 class Together:
     """Samples of several data layers, side by side."""
 
-    def __init__(self, feeds: list[Feed], least: int = 0) -> None:
-        """`least`: how many samples there are if no data layer has any, which then are empty."""
+    def __init__(self, feeds: list[Feed], least: int) -> None:
+        """`least`: how many samples there must be; a smaller data set is there several times."""
         self.feeds, self.least = feeds, least
 
     def __len__(self) -> int:
-        return max((len(feed.data) for feed in self.feeds), default=self.least)
+        count = max((len(feed.data) for feed in self.feeds), default=1)
+        return count * max(1, math.ceil(self.least / count))
 
     def __getitem__(self, index: int) -> list[tuple[Tensor, ...]]:
         return [feed.data[index % len(feed.data)] for feed in self.feeds]

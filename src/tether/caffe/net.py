@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tether.caffe.layers import LAYERS, SOURCES, DummyData, Layer, as_tuple, check_count
+from tether.caffe.layers import LAYERS, SOURCES
+from tether.caffe.layers.base import Layer, as_tuple, check_count
+from tether.caffe.layers.values import DummyData
 from tether.caffe.reading import NetFile, State, included
 from tether.caffe.schema import enum_name
 from tether.errors import TetherError, UsageError, guess
@@ -71,6 +73,7 @@ class Net(nn.Module):
         super().__init__()
         self.title: str = source.net.name
         self.state = state
+        self.near = source.path
         self.sources: list[Source] = []
         self.nodes: list[Node] = []
         #: every parameter and statistic, in Caffe's order
@@ -80,6 +83,7 @@ class Net(nn.Module):
         values: dict[str, Tensor] = {}
         owners: dict[str, Blob] = {}
         numbers = list(included(source, state))
+        self._makers = _makers(source, numbers, state)
         if not numbers:
             raise UsageError(f"{source.path} has no layers in phase {state.phase}")
         for index in numbers:
@@ -91,6 +95,7 @@ class Net(nn.Module):
                 lines = str(error).strip().splitlines() or [type(error).__name__]
                 raise UsageError(f"{source.where(index)}: its settings and the shapes do not fit: {lines[0]}") from None
         self.outputs = tuple(self._free)
+        del self._makers
 
     def _add(
         self, spec: Any, values: dict[str, Tensor], owners: dict[str, Blob], shapes: Mapping[str, Sequence[Shape]]
@@ -100,9 +105,8 @@ class Net(nn.Module):
             raise UsageError(f"it has the same top twice: {', '.join(tops)}")
         for name in spec.bottom:
             if name not in values:
-                raise UsageError(
-                    f"there is no blob {name!r} above it; there are {', '.join(values) or 'none'}.{guess(name, values)}"
-                )
+                hint = self._makers.get(name) or f"there are {', '.join(values) or 'none'}.{guess(name, values)}"
+                raise UsageError(f"there is no blob {name!r} above it; {hint}")
         for name in tops:
             if name in values and name not in spec.bottom:
                 raise UsageError(f"an earlier layer has the top {name!r} too: give each its own name")
@@ -126,7 +130,7 @@ class Net(nn.Module):
         if not tops and kind.default_loss_weight:
             tops = (f"{spec.name} (loss)",)
             spec = _with_top(spec, tops[0])
-        layer = kind(spec, bottoms, phase)
+        layer = kind(spec, bottoms, phase, self.near)
         with torch.no_grad():
             found = layer.infer(bottoms)
         for name, top in zip(tops, found, strict=True):
@@ -342,6 +346,23 @@ class Net(nn.Module):
             for name, value in blobs.items()
             if name not in given and (name not in taken or (name in in_place and name in self.outputs))
         }
+
+
+def _makers(source: NetFile, numbers: Sequence[int], state: State) -> dict[str, str]:
+    """For errors: where each blob of the file is made, and why it may not be there."""
+    found: dict[str, str] = {}
+    for index in reversed(range(len(source.net.layer))):
+        layer = source.net.layer[index]
+        line = f" (line {source.lines[index]})" if source.lines[index] else ""
+        if index in numbers:
+            why = "makes it below: a layer takes only what layers above it make"
+        else:
+            stages = f" and stages {', '.join(sorted(state.stages))}" if state.stages else " without a stage"
+            why = f"makes it, but its include and exclude rules leave it out in phase {state.phase}{stages}"
+        for top in layer.top:
+            if top not in layer.bottom or top not in found:
+                found[top] = f"layer {layer.name!r}{line} {why}"
+    return found
 
 
 def _with_top(spec: Any, top: str) -> Any:

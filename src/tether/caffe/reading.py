@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tether.caffe.schema import V1_TYPES, enum_name, message
-from tether.errors import UsageError
+from tether.caffe.schema import V0_NAMES, V0_TRANSFORMS, V0_TYPES, V1_TYPES, enum_name, message
+from tether.errors import UsageError, unknown
 
 #: larger text files are no definitions of nets
 TEXT_BYTES_MAX = 64 << 20
@@ -67,7 +67,7 @@ def find_file(name: str, near: Path) -> Path | None:
 
 
 def read_net(path: Path) -> NetFile:
-    """A net from a text file, or from a binary one such as a .caffemodel."""
+    """A net from a text file."""
     text = _text(path)
     net = message("NetParameter")
     try:
@@ -180,11 +180,15 @@ def _text(path: Path) -> str:
     try:
         if path.stat().st_size > TEXT_BYTES_MAX:
             raise UsageError(f"{path} is too large for a text file of Caffe: name a .prototxt file")
-        return path.read_bytes().decode()
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
+    if b"\0" in content:
+        raise UsageError(f"{path} is not a text file: name a .prototxt file")
+    try:
+        return content.decode()
     except UnicodeDecodeError:
-        raise UsageError(f"{path} is not a text file: name a .prototxt file") from None
+        return content.decode("latin-1")  # comments may be in any encoding
 
 
 def _parse(text: str, into: Any, path: Path) -> None:
@@ -275,9 +279,20 @@ def upgraded(net: Any, path: Path, lines: list[int]) -> NetFile:
         raise UsageError(f"{path} has both 'layer' and 'layers': write all layers in one syntax")
     new = message("NetParameter")
     new.CopyFrom(net)
+    makers: dict[str, Any] = {}
+    kept = []
     for index, old in enumerate(net.layers):
         at = f"{path}:{lines[index]}" if index < len(lines) else str(path)
-        upgrade_layer(old, new.layer.add(), at)
+        if not old.HasField("layer"):
+            upgrade_layer(old, new.layer.add(), at)
+        elif old.layer.type != "padding":
+            upgrade_oldest_layer(old, new.layer.add(), makers, at)
+        else:
+            makers.update(dict.fromkeys(old.top, old))
+            continue
+        makers.update(dict.fromkeys(old.top))
+        kept.append(lines[index] if index < len(lines) else 0)
+    lines = kept if net.layers else lines
     del new.layers[:]
     known = lines if len(lines) == len(new.layer) else [0] * len(new.layer)
     if net.input:
@@ -291,8 +306,8 @@ def upgrade_layer(old: Any, new: Any, at: str) -> None:
     kind = enum_name("LayerType", old.type)
     if kind not in V1_TYPES:
         raise UsageError(
-            f"{at}: layer {old.name!r} has the type {kind}, as in Caffe's oldest syntax (V0) or in none: convert the "
-            "file with Caffe's upgrade_net_proto_text or upgrade_net_proto_binary first"
+            f"{at}: layer {old.name!r} has the type {kind}, which no version of Caffe has: write one of "
+            f"{', '.join(sorted(V1_TYPES))}"
         )
     new.type = V1_TYPES[kind]
     for name, value in _set_fields(old).items():
@@ -320,6 +335,57 @@ def upgrade_layer(old: Any, new: Any, at: str) -> None:
             for setting in ("scale", "mean_file", "crop_size", "mirror"):
                 if legacy.HasField(setting):
                     setattr(new.transform_param, setting, getattr(legacy, setting))
+
+
+def upgrade_oldest_layer(old: Any, new: Any, makers: Mapping[str, Any], at: str) -> None:
+    """Write a layer of the oldest syntax (V0) into one of today's. `makers`: padding layers by what they make.
+
+    There, a layer has its settings in one flat message, and padding is a layer of its own. Settings that do not belong
+    to a layer's type are left out, as Caffe does it.
+    """
+    settings = old.layer
+    if settings.type not in V0_TYPES:
+        raise UsageError(f"{at}: layer {settings.name!r}: {unknown('type', settings.type, V0_TYPES)}")
+    new.type, message_name = V0_TYPES[settings.type]
+    new.name = settings.name
+    new.bottom.extend(old.bottom)
+    new.top.extend(old.top)
+    new.blobs.extend(settings.blobs)
+    target = getattr(new, message_name) if message_name else None
+    given = _set_fields(settings)
+    for name, value in given.items():
+        field = V0_NAMES.get(name, name)
+        if name in V0_TRANSFORMS:
+            setattr(new.transform_param, V0_TRANSFORMS[name], value)
+        elif target is not None and field in target.DESCRIPTOR.fields_by_name:
+            _assign(target, field, value)
+    for place, bottom in enumerate(old.bottom):
+        padding = makers.get(bottom)
+        if padding is None:
+            continue
+        if settings.type not in ("conv", "pool") or len(old.bottom) != 1 or len(padding.bottom) != 1:
+            raise UsageError(
+                f"{at}: layer {settings.name!r} takes the padding {bottom!r}: only a layer of type conv or pool with "
+                "one bottom can"
+            )
+        new.bottom[place] = padding.bottom[0]
+        target.ClearField("pad")  # type: ignore[union-attr]
+        _assign(target, "pad", padding.layer.pad)
+    for name, field in (("blobs_lr", "lr_mult"), ("weight_decay", "decay_mult")):
+        for index, value in enumerate(given.get(name, ())):
+            while len(new.param) <= index:
+                new.param.add()
+            setattr(new.param[index], field, value)
+
+
+def _assign(target: Any, field: str, value: Any) -> None:
+    current = getattr(target, field)
+    if hasattr(current, "append"):
+        current.append(value)
+    elif hasattr(current, "CopyFrom"):
+        current.CopyFrom(value)
+    else:
+        setattr(target, field, value)
 
 
 def _set_fields(of: Any) -> Mapping[str, Any]:

@@ -147,20 +147,29 @@ TileParameter axis=1:int32=1 tiles=2:int32
 WindowDataParameter source=1:string scale=2:float=1 mean_file=3:string batch_size=4:uint32 crop_size=5:uint32=0
     mirror=6:bool=false fg_threshold=7:float=0.5 bg_threshold=8:float=0.5 fg_fraction=9:float=0.25
     context_pad=10:uint32=0 crop_mode=11:string=warp cache_images=12:bool=false root_folder=13:string
-V1LayerParameter bottom=2:string* top=3:string* name=4:string include=32:NetStateRule* exclude=33:NetStateRule*
-    type=5:LayerType blobs=6:BlobProto* param=1001:string* blob_share_mode=1002:DimCheckMode* blobs_lr=7:float*
-    weight_decay=8:float* loss_weight=35:float* accuracy_param=27:AccuracyParameter argmax_param=23:ArgMaxParameter
-    concat_param=9:ConcatParameter contrastive_loss_param=40:ContrastiveLossParameter
-    convolution_param=10:ConvolutionParameter data_param=11:DataParameter dropout_param=12:DropoutParameter
-    dummy_data_param=26:DummyDataParameter eltwise_param=24:EltwiseParameter exp_param=41:ExpParameter
-    hdf5_data_param=13:HDF5DataParameter hdf5_output_param=14:HDF5OutputParameter hinge_loss_param=29:HingeLossParameter
+V0LayerParameter name=1:string type=2:string num_output=3:uint32 biasterm=4:bool=true weight_filler=5:FillerParameter
+    bias_filler=6:FillerParameter pad=7:uint32=0 kernelsize=8:uint32 group=9:uint32=1 stride=10:uint32=1
+    pool=11:PoolMethod=MAX dropout_ratio=12:float=0.5 local_size=13:uint32=5 alpha=14:float=1 beta=15:float=0.75
+    k=22:float=1 source=16:string scale=17:float=1 meanfile=18:string batchsize=19:uint32 cropsize=20:uint32=0
+    mirror=21:bool=false blobs=50:BlobProto* blobs_lr=51:float* weight_decay=52:float* rand_skip=53:uint32=0
+    det_fg_threshold=54:float=0.5 det_bg_threshold=55:float=0.5 det_fg_fraction=56:float=0.25
+    det_context_pad=58:uint32=0 det_crop_mode=59:string=warp new_num=60:int32=0 new_channels=61:int32=0
+    new_height=62:int32=0 new_width=63:int32=0 shuffle_images=64:bool=false concat_dim=65:uint32=1
+    hdf5_output_param=1001:HDF5OutputParameter
+V1LayerParameter layer=1:V0LayerParameter bottom=2:string* top=3:string* name=4:string include=32:NetStateRule*
+    exclude=33:NetStateRule* type=5:LayerType blobs=6:BlobProto* param=1001:string*
+    blob_share_mode=1002:DimCheckMode* blobs_lr=7:float* weight_decay=8:float* loss_weight=35:float*
+    accuracy_param=27:AccuracyParameter argmax_param=23:ArgMaxParameter concat_param=9:ConcatParameter
+    contrastive_loss_param=40:ContrastiveLossParameter convolution_param=10:ConvolutionParameter
+    data_param=11:DataParameter dropout_param=12:DropoutParameter dummy_data_param=26:DummyDataParameter
+    eltwise_param=24:EltwiseParameter exp_param=41:ExpParameter hdf5_data_param=13:HDF5DataParameter
+    hdf5_output_param=14:HDF5OutputParameter hinge_loss_param=29:HingeLossParameter
     image_data_param=15:ImageDataParameter infogain_loss_param=16:InfogainLossParameter
     inner_product_param=17:InnerProductParameter lrn_param=18:LRNParameter memory_data_param=22:MemoryDataParameter
     mvn_param=34:MVNParameter pooling_param=19:PoolingParameter power_param=21:PowerParameter
     relu_param=30:ReLUParameter sigmoid_param=38:SigmoidParameter softmax_param=39:SoftmaxParameter
-    slice_param=31:SliceParameter
-    tanh_param=37:TanHParameter threshold_param=25:ThresholdParameter window_data_param=20:WindowDataParameter
-    transform_param=36:TransformationParameter loss_param=42:LossParameter
+    slice_param=31:SliceParameter tanh_param=37:TanHParameter threshold_param=25:ThresholdParameter
+    window_data_param=20:WindowDataParameter transform_param=36:TransformationParameter loss_param=42:LossParameter
 """
 
 #: what each type of Caffe's first layer syntax is called in the second
@@ -204,6 +213,48 @@ V1_TYPES = {
     "TANH": "TanH",
     "THRESHOLD": "Threshold",
     "WINDOW_DATA": "WindowData",
+}
+
+#: the types of Caffe's oldest syntax, today's, and the messages of their settings
+V0_TYPES = {
+    "accuracy": ("Accuracy", ""),
+    "bnll": ("BNLL", ""),
+    "concat": ("Concat", "concat_param"),
+    "conv": ("Convolution", "convolution_param"),
+    "data": ("Data", "data_param"),
+    "dropout": ("Dropout", "dropout_param"),
+    "euclidean_loss": ("EuclideanLoss", ""),
+    "flatten": ("Flatten", ""),
+    "hdf5_data": ("HDF5Data", "hdf5_data_param"),
+    "hdf5_output": ("HDF5Output", ""),
+    "im2col": ("Im2col", ""),
+    "images": ("ImageData", "image_data_param"),
+    "infogain_loss": ("InfogainLoss", "infogain_loss_param"),
+    "innerproduct": ("InnerProduct", "inner_product_param"),
+    "lrn": ("LRN", "lrn_param"),
+    "multinomial_logistic_loss": ("MultinomialLogisticLoss", ""),
+    "pool": ("Pooling", "pooling_param"),
+    "relu": ("ReLU", ""),
+    "sigmoid": ("Sigmoid", ""),
+    "softmax": ("Softmax", ""),
+    "softmax_loss": ("SoftmaxWithLoss", ""),
+    "split": ("Split", ""),
+    "tanh": ("TanH", ""),
+    "window_data": ("WindowData", "window_data_param"),
+}
+
+#: what settings of the oldest syntax are called today, in transform_param or in the message of a layer's settings
+V0_TRANSFORMS = {"scale": "scale", "meanfile": "mean_file", "cropsize": "crop_size", "mirror": "mirror"}
+V0_NAMES = {
+    "biasterm": "bias_term",
+    "kernelsize": "kernel_size",
+    "batchsize": "batch_size",
+    "shuffle_images": "shuffle",
+    "det_fg_threshold": "fg_threshold",
+    "det_bg_threshold": "bg_threshold",
+    "det_fg_fraction": "fg_fraction",
+    "det_context_pad": "context_pad",
+    "det_crop_mode": "crop_mode",
 }
 
 #: the packed arrays of a blob, which the second set of messages has as bytes

@@ -197,8 +197,9 @@ class CaffeTask(Task):
         return LambdaLR(optimizer, lambda step: self.policy.factor(self.iteration(step, length.workers)))
 
     def train_data(self) -> Any:
-        # layers that draw their own data have as many samples as one likes: an epoch is a thousand mini-batches
-        return Together(self._feeds, 1000 * self.batch_size * self.accumulate)
+        # a small data set fills its mini-batches several times, as in Caffe; layers that draw their own data have as
+        # many samples as one likes: an epoch is a thousand mini-batches
+        return Together(self._feeds, self.batch_size * self.accumulate * (1 if self._feeds else 1000))
 
     def collate(self, samples: list[Any]) -> Any:
         return collate(samples)

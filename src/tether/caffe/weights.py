@@ -1,4 +1,7 @@
-"""Trained weights: .caffemodel files, read into a net and written from one, and the histories in .solverstate files."""
+"""Trained weights: .caffemodel files, read into a net and written from one, and the histories in .solverstate files.
+
+Files of snapshot_format HDF5 are read too, which end in .h5.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tether.caffe.blobs import Array, blob_array, hdf5_datasets, is_hdf5, numbered, parse_binary, write_blob
 from tether.caffe.net import Net
-from tether.caffe.schema import V1_TYPES, enum_name, message
+from tether.caffe.schema import message
 from tether.errors import UsageError
-
-Array = np.ndarray[Any, np.dtype[np.float32]]
 
 
 @dataclass(frozen=True)
@@ -45,73 +47,22 @@ class Loaded:
 
 def read_blobs(path: Path) -> dict[str, list[Array]]:
     """The blobs of a .caffemodel, by layer. Layers without blobs are left out."""
-    net = parse_binary(path, "NetParameter")
     found: dict[str, list[Array]] = {}
-    for layer in net.layer:
-        if layer.blobs:
-            found[layer.name] = [blob_array(blob, f"{path}: layer {layer.name!r}") for blob in layer.blobs]
-    for layer in net.layers:
-        if enum_name("LayerType", layer.type) not in V1_TYPES:
-            raise UsageError(
-                f"{path} is in Caffe's oldest format (V0): convert it with Caffe's upgrade_net_proto_binary first"
-            )
+    if is_hdf5(path):
+        layers: dict[str, dict[str, Any]] = {}
+        for name, values in hdf5_datasets(path).items():
+            layer, _, number = name.removeprefix("data/").rpartition("/")
+            layers.setdefault(layer, {})[number] = values
+        return {layer: numbered(arrays, f"{path}: layer {layer!r}") for layer, arrays in layers.items()}
+    net = parse_binary(path, "NetParameter")
+    # in the oldest files, a layer's name and blobs are inside of it
+    oldest = [layer.layer if layer.HasField("layer") else layer for layer in net.layers]
+    for layer in [*net.layer, *oldest]:
         if layer.blobs:
             found[layer.name] = [blob_array(blob, f"{path}: layer {layer.name!r}") for blob in layer.blobs]
     if not found:
         raise UsageError(f"{path} has no layer with weights: name a .caffemodel file that Caffe or Tether has written")
     return found
-
-
-def parse_binary(path: Path, kind: str) -> Any:
-    """A message from a binary file; arrays of blobs are bytes."""
-    parsed = message(kind, raw=True)
-    from google.protobuf.message import DecodeError
-
-    try:
-        content = path.read_bytes()
-        if content[:4] == b"\x89HDF":
-            raise UsageError(f"{path} is an HDF5 file: have Caffe write it with snapshot_format BINARYPROTO")
-        parsed.ParseFromString(content)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (DecodeError, RecursionError, ValueError):
-        raise UsageError(f"{path} is damaged, or is not a binary {kind} of Caffe") from None
-    return parsed
-
-
-def blob_shape(blob: Any) -> tuple[int, ...]:
-    """The shape of a blob; older ones always have four axes."""
-    if blob.HasField("shape"):
-        return tuple(int(length) for length in blob.shape.dim)
-    return (blob.num, blob.channels, blob.height, blob.width)
-
-
-def blob_array(blob: Any, what: str) -> Array:
-    """The values of a blob that was parsed with bytes for arrays."""
-    shape = blob_shape(blob)
-    singles, doubles = b"".join(blob.data), b"".join(blob.double_data)
-    count = 1
-    for length in shape:
-        count *= max(0, length)
-    for content, kind in ((singles, "<f4"), (doubles, "<f8")):
-        size = np.dtype(kind).itemsize
-        if content and len(content) == count * size:
-            return np.frombuffer(content, kind).astype(np.float32).reshape(shape)
-    if not singles and not doubles and count <= 1 << 16:
-        plain = message("BlobProto")  # numbers that are not packed are written one by one
-        plain.ParseFromString(blob.SerializeToString())
-        values = plain.data or plain.double_data
-        if len(values) == count:
-            return np.array(values, np.float32).reshape(shape)
-    raise UsageError(
-        f"{what} has a blob of shape {shape} with {len(singles) // 4 + len(doubles) // 8} values: the file is damaged"
-    )
-
-
-def write_blob(blob: Any, values: Tensor) -> None:
-    """Write values into a blob whose arrays are bytes."""
-    blob.shape.dim.extend(values.shape)
-    blob.data.append(values.detach().cpu().contiguous().numpy().astype("<f4").tobytes())
 
 
 def load_weights(net: Net, path: Path) -> Loaded:
@@ -196,6 +147,17 @@ class SolverState:
 
 def read_state(path: Path) -> SolverState:
     """Read a .solverstate file."""
+    if is_hdf5(path):
+        found = hdf5_datasets(path)
+        arrays = numbered(
+            {name.removeprefix("history/"): value for name, value in found.items() if name.startswith("history/")},
+            f"{path}: history",
+        )
+        try:
+            iteration, learned = int(np.ravel(found["iter"])[0]), bytes(found.get("learned_net", b"")).decode()
+        except (KeyError, IndexError, TypeError, ValueError):
+            raise UsageError(f"{path} has no iteration: name a .solverstate.h5 file that Caffe has written") from None
+        return SolverState(iteration, learned.rstrip("\0"), tuple(map(torch.from_numpy, arrays)))
     state = parse_binary(path, "SolverState")
     if not state.HasField("iter") or state.iter < 0:
         raise UsageError(f"{path} has no iteration: name a .solverstate file that Caffe or Tether has written")

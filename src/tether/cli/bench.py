@@ -17,13 +17,15 @@ from tether.cli.output import show_report
 #: by name: the line in `tether bench --help`; `tether.bench.NAME` has the function of that name
 BENCHMARKS = {
     "accuracy": "Accuracy with more workers on one machine (GaDei).",
-    "allreduce": "A round of the grid against an allreduce by gloo, in processes.",
+    "allreduce": "A round of the grid against an allreduce by gloo, in processes or between hosts.",
     "checkpoint": "How much checkpoints slow down training.",
     "cycles": "Errors after equal samples when exchanges are slow, in the simulator.",
+    "fidelity": "Cycle times between hosts against those of the simulator, for every protocol.",
     "frontier": "Time to a target for every protocol, over networks, workers and tasks, in the simulator.",
     "grid": "How the grid scales, uses the network and learns, in the simulator.",
     "loops": "A script under 'tether launch' against the script alone.",
     "mpca": "MPCA SGD without each of its parts, in the simulator.",
+    "network": "Time to a target for every protocol, DDP and DiLoCo between hosts with slow links.",
     "overhead": "One worker in Tether against a plain PyTorch loop.",
     "rudra": "Staleness and overlap of the parameter server, in the simulator (Rudra).",
     "scaleup": "Two workers on one machine against DDP, Hogwild and others (GaDei).",
@@ -33,6 +35,7 @@ BENCHMARKS = {
     "spark": "The time of exchanges on a Spark cluster.",
     "table2": "Time to a target error for every protocol, in the simulator (MPCA SGD).",
     "text": "Accuracy and training time of task text against TF-IDF with a linear SVM.",
+    "transfer": "Messages over loopback against a raw socket, and their processor time.",
     "utilization": "The share of their time that workers in processes compute under mpca.",
 }
 

@@ -57,7 +57,8 @@ def runtime(
     only_cluster |= {"workers_max": most} if most is not None else {}
     if only_cluster and on in api.RUNTIMES and on != "cluster":
         raise UsageError(
-            "--listen, --key, --no-encryption and --workers MIN:MAX: only a cluster has them; add --on cluster"
+            "--listen, --key, --hosts, --ssh, --no-encryption and --workers MIN:MAX: only a cluster has them; add --on "
+            "cluster"
         )
     if only_sim and on in api.RUNTIMES and on != "sim":
         flags = ", ".join("--" + name.replace("_", "-") for name in only_sim)

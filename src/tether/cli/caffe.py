@@ -14,29 +14,35 @@ from rich.table import Table
 from tether import tasks
 from tether.caffe import CaffeTask, drawing
 from tether.caffe.convert import from_lmdb, to_lmdb
-from tether.caffe.data import LmdbData, read_arrays
+from tether.caffe.data import Records, described_shapes, open_feed, read_arrays
+from tether.caffe.layers import SOURCES
 from tether.caffe.net import Net
-from tether.caffe.reading import NetFile, State, read_net, state_of
+from tether.caffe.reading import NetFile, State, included, read_net, state_of
 from tether.caffe.solver import CaffeSolver
 from tether.caffe.task import measure, open_feeds, parse_sources
 from tether.caffe.weights import SolverState, load_weights, write_state, write_weights
 from tether.cli.options import JsonOption, RunArgument
 from tether.cli.output import err, out
-from tether.errors import UsageError
+from tether.errors import UsageError, unknown
 from tether.execution.directory import RunDirectory
 from tether.learner.learner import Learner
 
 NetArgument = Annotated[Path, typer.Argument(metavar="NET", help="A net file.")]
+StageOption = Annotated[
+    list[str] | None,
+    typer.Option("--stage", help="A stage that layers are included in or excluded from; may be repeated."),
+]
+LevelOption = Annotated[int, typer.Option(help="The level that layers are included or excluded by.")]
 PhaseOption = Annotated[str, typer.Option(help="The phase of the net: TRAIN or TEST.")]
 SourcesOption = Annotated[
     list[str] | None, typer.Option("--data", metavar="NAME=PATH", help="The data of a layer; may be repeated.")
 ]
 
 
-def _state(source: NetFile, phase: str) -> State:
+def _state(source: NetFile, phase: str, stages: list[str] | None, level: int) -> State:
     if phase.upper() not in ("TRAIN", "TEST"):
         raise UsageError(f"phase is {phase!r}; it must be TRAIN or TEST")
-    return state_of(source.net, phase.upper())
+    return state_of(source.net, phase.upper(), stages=tuple(stages or ()), level=level)
 
 
 def _sources(data: list[str] | None) -> dict[str, str]:
@@ -46,6 +52,8 @@ def _sources(data: list[str] | None) -> dict[str, str]:
 def summary(
     net: NetArgument,
     phase: PhaseOption = "TRAIN",
+    stages: StageOption = None,
+    level: LevelOption = 0,
     data: SourcesOption = None,
     inputs: Annotated[
         list[str] | None,
@@ -62,7 +70,7 @@ def summary(
 ) -> None:
     """Show the layers of a net with their shapes, parameters and connections."""
     source = read_net(net)
-    state = _state(source, phase)
+    state = _state(source, phase, stages, level)
     built = Net(source, state, _shapes(source, state, data, inputs))
     if draw is not None:
         drawing.draw(built, draw)
@@ -97,7 +105,7 @@ def summary(
 
 
 def _shapes(source: NetFile, state: State, data: list[str] | None, inputs: list[str] | None) -> dict[str, Any]:
-    """The shapes of data layers: from what the user says, or else from the data."""
+    """The shapes of data layers: from what the user says, or from the data, or from the settings of the layer."""
     given: dict[str, tuple[int, ...]] = {}
     for text in inputs or []:
         name, _, lengths = text.partition("=")
@@ -105,23 +113,48 @@ def _shapes(source: NetFile, state: State, data: list[str] | None, inputs: list[
             given[name] = tuple(int(length) for length in lengths.split(","))
         except ValueError:
             raise UsageError(f"--input {text!r} is not understood; write it like --input data=64,3,32,32") from None
-    if not given:
-        return {feed.name: feed.shapes for feed in open_feeds(source, state, _sources(data))}
-    # tops that are not named are labels, one for each sample
-    count = next(iter(given.values()))[:1]
-    return {spec.name: [given.get(top, count) for top in spec.top] for spec in source.net.layer if not spec.bottom}
+    found: dict[str, Any] = {}
+    tops = []
+    for index in included(source, state):
+        spec = source.net.layer[index]
+        if spec.type not in SOURCES:
+            continue
+        tops += spec.top
+        described = described_shapes(spec)
+        if spec.type == "Input":
+            own = [tuple(shape.dim) for shape in spec.input_param.shape]
+            described = own * len(spec.top) if len(own) == 1 else own if len(own) == len(spec.top) else None
+        if named := [given[top] for top in spec.top if top in given]:
+            # tops that are not named are labels, one for each sample, unless the layer says more
+            others = described or [named[0][:1]] * len(spec.top)
+            found[spec.name] = [given.get(top, other) for top, other in zip(spec.top, others, strict=True)]
+        elif spec.type != "Input":
+            try:
+                found[spec.name] = open_feed(spec, state.phase, source.path, _sources(data)).shapes
+            except UsageError as error:
+                if described is None or data:
+                    example = f"--input {spec.top[0] if spec.top else spec.name}=N,C,H,W"
+                    raise UsageError(f"{source.where(index)}: {error}; or give the shape with {example}") from None
+                found[spec.name] = described
+                shape = "x".join(map(str, described[0]))
+                err.print(f"{spec.name}: taken as {shape}, since its data is not there", highlight=False, markup=False)
+    if unknown_names := [name for name in given if name not in tops]:
+        raise unknown("input", unknown_names[0], tops)
+    return found
 
 
 def score(
     model: Annotated[Path, typer.Option(help="The net file.")],
     weights: Annotated[Path, typer.Option(help="The .caffemodel file.")],
+    stages: StageOption = None,
+    level: LevelOption = 0,
     data: SourcesOption = None,
     batches: Annotated[int | None, typer.Option(help="The number of batches; by default all of the data.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Test trained weights: print the outputs of a net in phase TEST, as means over the data."""
     source = read_net(model)
-    state = _state(source, "TEST")
+    state = _state(source, "TEST", stages, level)
     feeds = open_feeds(source, state, _sources(data))
     if not feeds:
         raise UsageError(
@@ -200,7 +233,7 @@ def from_lmdb_command(
     ],
 ) -> None:
     """Read an LMDB of Datum records into arrays of images and labels."""
-    total = len(LmdbData(folder))
+    total = len(Records(folder))
     with err.status("") as status:
         images, labels = from_lmdb(folder, lambda done: status.update(f"{done} of {total} records"))
     np.savez_compressed(file, data=images, label=labels)

@@ -17,12 +17,14 @@ from tether.cli.options import DataOption
 from tether.cli.output import err
 from tether.errors import UsageError
 from tether.execution import portable
-from tether.runtimes.cluster import make_key, parse_address, read_key, run_worker
+from tether.runtimes.cluster import make_key, parse_address, parse_key, read_key, run_worker
+from tether.runtimes.hosts import REFUSED_STATUS
 from tether.task import Task
 
-KeyOption = Annotated[Path, typer.Option("--key", help="The file with the key, which 'tether keys' has made.")]
-#: exit status of a worker that must not try again
-USAGE_STATUS = 2
+KeyOption = Annotated[
+    Path,
+    typer.Option("--key", help="The file with the key, which 'tether keys' has made; - reads it from standard input."),
+]
 
 
 def worker(
@@ -45,7 +47,10 @@ def worker(
 ) -> None:
     """Train on this machine, as a worker of a run that another machine started, until that run ends."""
     host = parse_address(address)
-    keys = read_key(key)
+    from_input = str(key) == "-"
+    if from_input and stay:
+        raise UsageError("--stay starts worker after worker, each of which reads the key: give --key FILE")
+    keys = parse_key(sys.stdin.readline(), "standard input") if from_input else read_key(key)
     if stay:
         _stay([address, "--key", str(key), *(["--data", str(data)] if data else []), "--wait", "1e9"], accept_code)
 
@@ -96,6 +101,6 @@ def _stay(arguments: list[str], accept_code: bool) -> None:
                 child.terminate()
                 child.wait()
                 raise typer.Exit(0) from None
-        if status == USAGE_STATUS:
+        if status == REFUSED_STATUS:
             raise typer.Exit(status)
         time.sleep(1.0)

@@ -19,17 +19,18 @@ from tether.protocols import Options
 
 def launch(
     script: Annotated[
-        Path | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
+        str | None, typer.Argument(metavar="[SCRIPT", help="A Python file that calls tether.join(model, optimizer).")
     ] = None,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS...]", help="The script's own.")] = None,
+    is_module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m.")
+    ] = False,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", help="How many processes run the script [2].")
     ] = None,
     protocol: Annotated[
         str | None,
-        typer.Option(
-            "--protocol", "-p", help="How they agree; what the script gives to join unless given, or averaging."
-        ),
+        typer.Option("--protocol", "-p", help="How they agree; what the script gives to join unless given, or tide."),
     ] = None,
     set_: Annotated[
         list[str] | None,
@@ -52,19 +53,39 @@ def launch(
         float | None,
         typer.Option(help="Seconds between checkpoints [30]. Use fewer to lose less work when the machine fails."),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,...",
+            help="Train on these machines by ssh, or by the name slurm on those of this job. Instead of a script, give "
+            "a task and options of 'tether train'.",
+        ),
+    ] = None,
+    hung_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="Kill a process that goes without a step for so long, and start its script again; never unless given. "
+            "Allow for what your loop does between steps, such as evaluation."
+        ),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run a script of your own on several workers that stay tied to one joint model."""
+    if hosts is not None:
+        _train_on(hosts, script, arguments or [])
+        return
     try:
         result = launch_script(
             script,
             tuple(arguments or ()),
+            is_module=is_module,
             workers=workers,
             protocol=_protocol(protocol, set_ or []),
             run_dir=run_dir,
             resume=resume,
             seed=seed,
             checkpoint_seconds=checkpoint_seconds,
+            hung_seconds=hung_seconds,
             threads=threads,
         )
     except Interrupted as interrupted:
@@ -81,6 +102,18 @@ def launch(
             markup=False,
             soft_wrap=True,
         )
+
+
+def _train_on(hosts: str, task: Path | None, arguments: list[str]) -> None:
+    """`tether train` on hosts."""
+    from tether.cli.app import app  # which imports this module when `tether launch` is called
+
+    if task is None or (task.suffix == ".py" and task.is_file()):
+        raise UsageError(
+            "an own loop runs on one machine; for several, write a tether.Task and name it: tether launch --hosts "
+            "a,b,c my_task.py:MyTask"
+        )
+    app(["train", str(task), "--hosts", hosts, *arguments])
 
 
 #: everything after the script belongs to the script

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from tether import api, protocols, tasks
 from tether.caffe import CaffeTask
+from tether.cli import slurm
 from tether.cli.build import given, protocol_class, runtime, split_settings
+from tether.cli.cluster import worker
 from tether.cli.options import (
     AddressOption,
     DeviceOption,
@@ -39,7 +42,11 @@ from tether.core import settings
 from tether.errors import Interrupted, UsageError
 from tether.execution.callbacks import make_loggers
 from tether.execution.checkpoint import SUFFIXES
+from tether.runtimes.hosts import HERE
 from tether.runtimes.sim.faults import Faults
+
+#: how long the processes of a job that are workers wait for the one that is the driver
+JOB_START_SECONDS = 300.0
 
 
 def train(
@@ -65,6 +72,17 @@ def train(
         bool,
         typer.Option("--no-encryption", help="cluster: do not encrypt. Use it for speed, on a network that you trust."),
     ] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST,...",
+            help="cluster: start a worker on each of these by ssh, or by the name slurm on the nodes of this job.",
+        ),
+    ] = None,
+    ssh: Annotated[
+        str | None,
+        typer.Option(metavar="COMMAND", help="cluster: what runs a command on a host, such as 'ssh -p 2222'."),
+    ] = None,
     master: MasterOption = None,
     address: AddressOption = None,
     device: DeviceOption = None,
@@ -125,13 +143,34 @@ def train(
     faults: Annotated[Path | None, typer.Option(help="sim: a JSON file with faults to inject.")] = None,
 ) -> None:
     """Train a task and print the result."""
+    names = [name.strip() for name in hosts.split(",") if name.strip()] if hosts is not None else []
+    if names == [slurm.SLURM]:
+        job = slurm.allocation(os.environ)
+        names = list(job.hosts)
+        if job.tasks > 1:
+            listen = listen or f"{job.hosts[0]}:{job.port}"
+            if key is None:
+                raise UsageError(
+                    f"srun has started {job.tasks} processes, which need a key that all can read: make one with "
+                    "'tether keys FILE' on a disk that the nodes share, and add --key FILE"
+                )
+            if job.rank:
+                worker(listen, key, wait=JOB_START_SECONDS)
+                return
+            names, workers = [HERE], workers or str(job.tasks)
+    if hosts is not None:
+        on = "cluster" if on == "local" else on
+        if not names:
+            raise UsageError("--hosts names no host: write --hosts a,b,c")
     description = {"name": protocol} if protocol is not None else tasks.find(task).protocol
     cls = type(protocols.make(description))
     protocol_settings, task_settings = split_settings(set_ or [], cls, task)
     chosen = settings.arguments(cls, f"protocol {cls.name}", protocol_settings)
     options = protocols.make({**description, **chosen})
     path: Path | None = None
-    is_state = tasks.is_solver(task) and weights is not None and weights.suffix == ".solverstate"
+    is_state = (
+        tasks.is_solver(task) and weights is not None and weights.name.removesuffix(".h5").endswith(".solverstate")
+    )
     if tasks.is_solver(task):
         # a line for each, since a path may have commas
         task_settings |= {"sources": "".join(f"{item}\n" for item in data)} if data else {}
@@ -149,7 +188,11 @@ def train(
         faults=Faults.load(faults) if faults else None,
     )
     only_cluster = given(
-        listen=listen, key=str(key.absolute()) if key else None, encrypt=False if no_encryption else None
+        listen=listen,
+        key=str(key.absolute()) if key else None,
+        encrypt=False if no_encryption else None,
+        hosts=names or None,
+        ssh=ssh,
     )
     where = runtime(on, workers, master, options, only_sim, only_cluster, device, address)
     beginning: Path | dict[str, Tensor] | None = weights

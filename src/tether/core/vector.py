@@ -105,6 +105,7 @@ class Vector:
             end = position + tensor.numel()
             tensor.data = self.weights[position:end].view(tensor.shape)
             position = end
+        self._addresses = [parameter.data_ptr() for parameter in self.parameters]
         self._empty = empty
         self._tensors = [*self.parameters, *buffers]
         self._buffers = [(part, name, buffer) for (part, name), buffer in zip(places, buffers, strict=True)]
@@ -165,13 +166,19 @@ class Vector:
         for tensor, start in zip(self._tensors, self.positions, strict=True):
             tensor.data = weights[start : start + tensor.numel()].view(tensor.shape).clone()
 
+    def bind_replaced(self) -> None:
+        """Take over the values of parameters whose `data` was replaced by a tensor of the same kind, and bind them."""
+        if self.is_bound():
+            return
+        for parameter, start in zip(self.parameters, self.positions, strict=False):
+            view = self.weights[start : start + parameter.numel()].view(parameter.shape)
+            if parameter.dtype == view.dtype and parameter.device == view.device:
+                view.copy_(parameter.detach())
+                parameter.data = view
+
     def is_bound(self) -> bool:
         """Whether the module's parameters are views of the vector: a user may have replaced them."""
-        size, first = self.weights.element_size(), self.weights.data_ptr()
-        return all(
-            parameter.data_ptr() == first + start * size
-            for parameter, start in zip(self.parameters, self.positions, strict=False)
-        )
+        return [parameter.data_ptr() for parameter in self.parameters] == self._addresses
 
     def gather_buffers(self) -> None:
         """Copy buffers into the vector that a pass has replaced instead of writing into them."""

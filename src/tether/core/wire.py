@@ -94,7 +94,7 @@ class Codec:
 
 def payload_bytes(tensors: Iterable[Tensor]) -> int:
     """The size of these tensors in a message."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def pack_tree(value: Any, tensors: list[Tensor]) -> Any:

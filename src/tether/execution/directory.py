@@ -32,7 +32,7 @@ from torch import Tensor
 from tether.core.trace import Span, write_chrome_trace
 from tether.core.vector import Layout, is_finite
 from tether.core.wire import pack_tree
-from tether.errors import Damaged, Diverged, UsageError
+from tether.errors import Damaged, Diverged, TetherError, UsageError
 from tether.execution import checkpoint, configuration
 from tether.execution.checkpoint import Evaluated, NamedModel, Restored, State, replacing, sync
 from tether.execution.lock import exclusive
@@ -78,6 +78,8 @@ class RunDirectory:
         self.notes: list[str] = []
         #: the newest checkpoint that holds the states of workers; later ones refer to it
         self._workers_in = ""
+        #: for the checkpoints that were written or read: the one that holds the states of its workers
+        self._refers: dict[str, str] = {}
         #: checkpoints that cannot be used; the next checkpoint deletes them
         self._unusable: set[str] = set()
         self._config: dict[str, Any] | None = None
@@ -164,8 +166,8 @@ class RunDirectory:
         with self.lock():
             if not RunDirectory(self.path).is_abandoned():
                 raise UsageError(
-                    f"{self.path} holds a run already: name another directory, or continue it with 'tether resume "
-                    f"{self.path}'"
+                    f"{self.path} holds a run already: name another directory, or continue it with "
+                    f"'{self.resume_command()}'"
                 )
             for folder in FOLDERS:
                 shutil.rmtree(self.path / folder, ignore_errors=True)
@@ -297,9 +299,9 @@ class RunDirectory:
         )
         model = layout.named(weights.contiguous())
         self._put(name, saved, model, layout.named(average) if average is not None else None, tensors, kept)
-        self._workers_in = saved.workers_in
-        usable = [name for name in self._names() if name not in self._unusable]
-        for old in {*self._names()} - {*usable[-CHECKPOINTS_KEPT:], self._workers_in}:
+        self._workers_in = self._refers[name] = saved.workers_in
+        newest = [name for name in self._names() if name not in self._unusable][-CHECKPOINTS_KEPT:]
+        for old in {*self._names()} - {*newest, *(self._refers.get(name, "") for name in newest)}:
             with suppress(OSError):  # the next checkpoint will try again
                 self._remove(old)
         return self.path / "checkpoints" / name
@@ -335,6 +337,14 @@ class RunDirectory:
         else:
             self.storage.remove(f"checkpoints/{name}")
 
+    def resume_command(self) -> str:
+        """The command that continues this run."""
+        try:
+            of_script = "script" in self.read_config()["task"]
+        except (TetherError, OSError):  # it is damaged
+            of_script = False
+        return f"tether {'launch --resume' if of_script else 'resume'} {self.path}"
+
     def has_checkpoint(self) -> bool:
         """Whether there is a checkpoint to resume from."""
         return bool(self._names())
@@ -365,7 +375,7 @@ class RunDirectory:
                     notes.append(f"checkpoint {name} is damaged ({error}, in {state.workers_in}): it is not used")
                     without_workers = without_workers or restored
                     continue
-                self._workers_in = state.workers_in
+                self._workers_in = self._refers[name] = state.workers_in
                 return replace(restored, workers=workers, notes=tuple(notes))
         if without_workers is not None:
             self._workers_in = ""

@@ -115,7 +115,8 @@ class Execution:
             with suppress(OSError):
                 ended = {**config, "status": "interrupted", "reason": "interrupted by the user"}
                 self.directory.write_config(ended)
-            raise Interrupted(self.directory.path, resumable=self.directory.has_checkpoint()) from None
+            command = self.directory.resume_command() if self.directory.has_checkpoint() else ""
+            raise Interrupted(self.directory.path, command=command) from None
         except BaseException as error:
             with suppress(OSError):
                 ended = {**config, "status": "failed", "error": f"{type(error).__name__}: {error}"}
@@ -154,7 +155,7 @@ class Execution:
                 if self.interruption.happened:
                     raise KeyboardInterrupt from error
                 if not restarts:
-                    raise NodesLost(f"{error}; continue with 'tether resume'") from error
+                    raise NodesLost(f"{error}; continue with '{self.directory.resume_command()}'") from error
                 restarts, lost = restarts - 1, error
             if startup_seconds is None:  # of the first part that began to train
                 startup_seconds = observer.startup_seconds
@@ -184,7 +185,8 @@ class Execution:
         result.figures["unsaved"] = observer.unsaved
         self.callbacks.call("on_end", result)
         if self.interruption.happened:
-            raise Interrupted(self.directory.path, result, resumable=status == "interrupted")
+            command = self.directory.resume_command() if status == "interrupted" else ""
+            raise Interrupted(self.directory.path, result, command=command)
 
     def _config(self, plan: RunPlan) -> dict[str, Any]:
         storage = self.directory.storage

@@ -48,6 +48,8 @@ class Request:
                 raise UsageError(f"{name} must be a number, not {value!r}")
             if value is not None and name in POSITIVE and not value > 0:
                 raise UsageError(f"{name} must be more than 0, not {value!r}")
+        if self.checkpoint_seconds < 0:
+            raise UsageError(f"checkpoint_seconds cannot be negative: {self.checkpoint_seconds:g}")
         if self.epochs is not None and self.steps is not None:
             raise UsageError("give either epochs or steps, not both")
         if self.until is not None:

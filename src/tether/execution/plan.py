@@ -140,6 +140,13 @@ class RunPlan:
             )
         example = next(node for node in plan.nodes if plan.hub in ("", node.name))
         _, replica = plan.build(example)
+        plan._check_combination(replica)
+        plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
+        return plan
+
+    def _check_combination(self, replica: Replica) -> None:
+        """Refuse what the task asks for and the protocol cannot do."""
+        task, protocol = self.task, self.protocol
         if protocol.needs_elementwise and isinstance(replica, Learner) and not replica.flat:
             others = [name for name, options in sorted(known().items()) if not options().needs_elementwise]
             raise UsageError(
@@ -147,23 +154,21 @@ class RunPlan:
                 "an optimizer such as torch.optim.SGD or Adam, or a protocol in which workers step with their own "
                 f"gradients, by default {', '.join(others)}"
             )
-        if protocol.clips_mean and task.clip_norm is not None and any(map(protocol.part_of, plan.nodes)):
+        if protocol.clips_mean and task.clip_norm is not None and any(map(protocol.part_of, self.nodes)):
             raise UsageError(
                 f"clip_norm of task {type(task).__name__} limits the norm of the whole gradient, of which each hub of "
                 f"{protocol} has only a part: use hubs=1, sync='async' or clip_value"
             )
-        if task.ema is not None and (not protocol.hub or any(map(protocol.part_of, plan.nodes))):
+        if task.ema is not None and (not protocol.hub or any(map(protocol.part_of, self.nodes))):
             raise UsageError(
                 f"ema of task {type(task).__name__} averages the joint model, which no single node of {protocol} has: "
                 "use another protocol, hubs=1, or leave ema out"
             )
-        if plan.record and isinstance(replica, Learner) and replica.plateau is not None:
+        if self.record and isinstance(replica, Learner) and replica.plateau is not None:
             raise UsageError(
                 "a run with ReduceLROnPlateau cannot be recorded, because a record does not hold evaluations: "
                 "record it with another schedule, or with none"
             )
-        plan.vector_bytes = replica.weights.numel() * replica.weights.element_size()
-        return plan
 
     def device(self, node: Node, number: int | None) -> Device | None:
         if not node.computes or isinstance(self.task, SyntheticTask):
@@ -319,6 +324,10 @@ class RunPlan:
     @property
     def scripted(self) -> bool:
         return False
+
+    @property
+    def loop_seconds(self) -> float:
+        return math.inf
 
     def program(self, node: Node) -> Callable[[Any, Node], bool] | None:
         return None

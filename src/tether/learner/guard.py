@@ -1,4 +1,4 @@
-"""Refusing gradients that are far longer than usual."""
+"""Which gradients must not be used: those that are not finite, and those that are far longer than usual."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ from torch import Tensor
 
 #: how many gradients determine what is usual; the first ones, up to this number, are never refused
 GUARD_HISTORY = 16
+#: how many gradients of a worker may not be finite: so many, or this share of its steps
+SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
+
+
+def too_many_skipped(skipped: int, steps: int) -> bool:
+    """Whether a worker that made so many steps has had more gradients that were not finite than it may."""
+    return skipped > max(SKIPPED_MIN, SKIPPED_SHARE * steps)
 
 
 class Guard:

@@ -24,7 +24,7 @@ from tether.core.wire import can_be_packed, pack_tree, unpack_tree
 from tether.errors import Diverged, TaskError, TetherError, UsageError
 from tether.learner.average import MovingAverage
 from tether.learner.clip import HALF, Clip, Scale
-from tether.learner.guard import Guard
+from tether.learner.guard import Guard, too_many_skipped
 from tether.learner.optimizer import FlatRun, OptimizerSplit, adjusted, flatten, is_elementwise
 from tether.learner.sparse import LARGE, sparse_embeddings
 from tether.task import (
@@ -39,10 +39,38 @@ from tether.task import (
     users_code,
 )
 
-#: a learner may have this many gradients that are not finite; more, only while they are at most this share of all
-SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
 #: the length that a schedule sees if the learner belongs to no run
 UNKNOWN = Length(steps=10**9, steps_per_epoch=1.0, workers=1)
+
+
+def make_optimizer(task: Task, model: nn.Module) -> torch.optim.Optimizer:
+    """The task's optimizer; TaskError if it is none that steps with a gradient it is given."""
+    with users_code(task, "optimizer()"):
+        optimizer = task.optimizer(model)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TaskError(
+            f"optimizer() of task {type(task).__name__} returned {type(optimizer).__name__}: "
+            "return a torch.optim.Optimizer"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TaskError(
+            f"{type(optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
+            "exchange: use an optimizer such as torch.optim.SGD or Adam"
+        )
+    return optimizer
+
+
+def make_scheduler(task: Task, optimizer: torch.optim.Optimizer, length: Length) -> LRScheduler | None:
+    """The task's schedule, if it has one."""
+    with users_code(task, "scheduler()"):
+        scheduler = task.scheduler(optimizer, length)
+    if scheduler is not None and not isinstance(scheduler, LRScheduler):
+        raise TaskError(
+            f"scheduler() of task {type(task).__name__} returned {type(scheduler).__name__}: return a "
+            "torch.optim.lr_scheduler.LRScheduler, or None"
+        )
+    return scheduler
 
 
 class Learner:
@@ -107,19 +135,31 @@ class Learner:
         self.vector = Vector(self.model, empty, shared)
         self.weights = self.vector.weights
         self.parameter_count = self.vector.parameter_count
-        with users_code(task, "optimizer()"):
-            self.optimizer = task.optimizer(self.model)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise TaskError(
-                f"optimizer() of task {type(task).__name__} returned {type(self.optimizer).__name__}: "
-                "return a torch.optim.Optimizer"
-            )
-        closure = inspect.signature(self.optimizer.step).parameters.get("closure")
-        if closure is not None and closure.default is closure.empty:
-            raise TaskError(
-                f"{type(self.optimizer).__name__} calls the loss itself, several times a step, which no protocol can "
-                "exchange: use an optimizer such as torch.optim.SGD or Adam"
-            )
+        self.optimizer = make_optimizer(task, self.model)
+        self._flatten_optimizer(part)
+        self._empty = empty
+        self._length = length
+        scheduler = make_scheduler(task, self.optimizer, length)
+        #: follows the evaluations of the joint model, and not the run's position
+        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
+        self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
+        #: the step of the run that the schedule is at, and the run's position in mini-batches
+        self._scheduled = 0
+        self._position = 0
+        self._has_stepped = False
+        self._batches = batches
+        self._steps = 0
+        self.load_seconds = 0.0
+        self.skipped = 0
+        self.refused = 0
+        self._guard = Guard(guard)
+        self._average = MovingAverage()
+        self._clip = Clip(task.clip_norm, task.clip_value)
+        self._clips_mean = clips_mean
+        self._scale = Scale(task.precision)
+
+    def _flatten_optimizer(self, part: tuple[int, int] | None) -> None:
+        """Have the optimizer step runs of the vector if it can, and find out where it takes each gradient."""
         elementwise = is_elementwise(self.optimizer)
         self._embeddings = sparse_embeddings(self.model, self.vector, self.optimizer, flat=elementwise)
         if self._device_replica is not None:
@@ -148,32 +188,6 @@ class Learner:
             if isinstance(run, FlatRun) and run.start == embedding.start
         ]
         self._dense = [(p, self._packed_position(start)) for p, start in places if start not in by_rows]
-        self._empty = empty
-        self._length = length
-        with users_code(task, "scheduler()"):
-            scheduler = task.scheduler(self.optimizer, length)
-        if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise TaskError(
-                f"scheduler() of task {type(task).__name__} returned {type(scheduler).__name__}: return a "
-                "torch.optim.lr_scheduler.LRScheduler, or None"
-            )
-        #: follows the evaluations of the joint model, and not the run's position
-        self.plateau = scheduler if isinstance(scheduler, ReduceLROnPlateau) else None
-        self.scheduler: LRScheduler | None = scheduler if self.plateau is None else None
-        #: the step of the run that the schedule is at, and the run's position in mini-batches
-        self._scheduled = 0
-        self._position = 0
-        self._has_stepped = False
-        self._batches = batches
-        self._steps = 0
-        self.load_seconds = 0.0
-        self.skipped = 0
-        self.refused = 0
-        self._guard = Guard(guard)
-        self._average = MovingAverage()
-        self._clip = Clip(task.clip_norm, task.clip_value)
-        self._clips_mean = clips_mean
-        self._scale = Scale(task.precision)
 
     def seek(self, batch: int, upcoming: tuple[int, ...], position: int) -> None:
         self._position = position
@@ -251,7 +265,7 @@ class Learner:
         for part in values:
             part.zero_()
         self.skipped += 1
-        if self.skipped > max(SKIPPED_MIN, SKIPPED_SHARE * self._steps):
+        if too_many_skipped(self.skipped, self._steps):
             raise self._error(
                 f"{self.skipped} of its gradients were not finite, although the losses were",
                 "lower the learning rate, or look for what has no derivative in loss(), such as sqrt(0)",

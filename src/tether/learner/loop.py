@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tether.core.effects import GradientForm
 from tether.core.machine import GradientResult
-from tether.core.vector import Empty, Vector, copy_gradient
+from tether.core.vector import Empty, Vector, copy_gradient, is_finite
 from tether.core.wire import can_be_packed, pack_tree, unpack_tree
-from tether.errors import UsageError
+from tether.errors import Diverged, UsageError
+from tether.learner.guard import Guard, too_many_skipped
 from tether.learner.optimizer import adjusted
 
 
@@ -56,17 +57,30 @@ class LoopReplica(_Plain):
         #: what the user's call of `step` does, and what it returned
         self.pending_step: Callable[[], Any] | None = None
         self.returned: Any = None
+        #: the optimizer is not one of torch's, and may give parameters other memory
+        self.may_replace = False
         self._has_stepped = False
+        self._name = ""
+        self._guard = Guard(0)
+        self._steps = 0
+        #: the buffers as the last gradient that was used has left them
+        self._buffers = self.weights[self.parameter_count :]
         #: what else a checkpoint keeps, and takes back
         self.extra_state: Callable[[], dict[str, Any]] = dict
         self.restore_extra: Callable[[dict[str, Any]], None] = lambda state: None
+
+    def begin(self, name: str, guard: float, empty: Empty) -> None:
+        """The weights are those of the run now, of which this is a worker. `guard` is an option of its protocol."""
+        self._name, self._guard, self.empty = name, Guard(guard), empty
+        self._buffers = self.weights[self.parameter_count :].clone()
 
     def check(self) -> None:
         """Raise UsageError if the user has changed the model or the optimizer in a way that cannot be exchanged."""
         if not self.vector.is_bound():
             raise UsageError(
-                "the parameters of the model were replaced after tether.join(), as .to(), .half() or "
-                "load_state_dict(assign=True) do: do that before tether.join()"
+                "the parameters of the model were replaced after tether.join(), as .to(), .half(), "
+                "load_state_dict(assign=True) and parameter.data = values do: do that before tether.join(), and set "
+                "values with parameter.data.copy_(values)"
             )
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -82,6 +96,8 @@ class LoopReplica(_Plain):
     def compute(self, form: GradientForm, fresh: bool) -> GradientResult:
         """The gradient that the user's loop has computed; its loss is not known, and a step counts as one sample."""
         self.vector.gather_buffers()
+        self._steps += 1
+        self._refuse_wrong_gradient()
         gradient = self.weights[:0]
         if form != "none":
             gradient = torch.empty_like(self.weights[: self.parameter_count])
@@ -89,6 +105,28 @@ class LoopReplica(_Plain):
                 view = gradient[start : start + parameter.numel()].view(parameter.shape)
                 copy_gradient(parameter, view)
         return GradientResult(gradient, math.nan, 1)
+
+    def _refuse_wrong_gradient(self) -> None:
+        """Replace a gradient that is not finite, or that the guard refuses, by zeros."""
+        gradients = [p.grad for p in self.vector.parameters if p.grad is not None]
+        values = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+        buffers = self.weights[self.parameter_count :]
+        finite = all(is_finite(part) for part in values)
+        if finite and not self._guard.refuses(values):
+            self._buffers.copy_(buffers)
+            return
+        buffers.copy_(self._buffers)
+        for gradient in gradients:
+            gradient.zero_()
+        if finite:
+            self.refused += 1
+            return
+        self.skipped += 1
+        if too_many_skipped(self.skipped, self._steps):
+            raise Diverged(
+                f"{self._name}, step {self._steps}: {self.skipped} of its gradients were not finite; lower the "
+                "learning rate, clip gradients, or look for what has no derivative in the loss, such as sqrt(0)"
+            )
 
     def step(
         self,
@@ -104,11 +142,18 @@ class LoopReplica(_Plain):
         assert self.pending_step is not None
         with adjusted(self.optimizer, rate, staleness):
             self.returned = self.pending_step()
+        if self.may_replace:
+            self.vector.bind_replaced()
 
     def load_gradient(self, gradient: Tensor) -> None:
         for parameter, start in zip(self.vector.parameters, self.vector.positions, strict=False):
-            if parameter.grad is not None:
-                parameter.grad.copy_(gradient[start : start + parameter.numel()].view(parameter.shape))
+            if parameter.grad is None:
+                continue
+            part = gradient[start : start + parameter.numel()].view(parameter.shape)
+            if parameter.grad.is_sparse:  # what the machine hands over has other rows too
+                parameter.grad = part.clone()
+            else:
+                parameter.grad.copy_(part)
 
     def state(self, others: Iterable[dict[str, Any]] = ()) -> dict[str, Any]:
         state: dict[str, Any] = dict(self.extra_state())

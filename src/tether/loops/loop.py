@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import RandomSampler, Sampler
 
 from tether.errors import UsageError
@@ -91,7 +90,8 @@ class TiedLoop(Loop):
         from tether.loops.worker import Worker  # the links of a run, which a script alone does not need
 
         super().__init__(model, optimizer, scheduler)
-        self._replica = LoopReplica(model, optimizer, scheduler)
+        self._stepping = _unwrapped(optimizer)
+        self._replica = LoopReplica(model, self._stepping, scheduler)
         self._replica.extra_state, self._replica.restore_extra = self._state, self._restore
         self._checked_at = 0.0
         self._resumed = place.plan.restored is not None or place.node.life > 1
@@ -118,10 +118,19 @@ class TiedLoop(Loop):
         if self.closed:
             return
         if not self.steps and not self._resumed and all(len(drawn) for drawn in _samplers):
+            shares = " and ".join(str(len(drawn)) for drawn in _samplers)
             raise UsageError(
                 "the loop has ended, and optimizer.step() was never called on the optimizer that tether.join() was "
-                "given: call it after every backward(), and do not make another optimizer after tether.join()"
+                "given: call it after every backward(), and do not make another optimizer after tether.join(); an "
+                "optimizer in two steps, such as SAM, must have its second one in step(closure)"
+                + (
+                    f". This process's share of the data is {shares} samples: a DataLoader with a larger batch_size "
+                    "and drop_last returns nothing"
+                    if shares
+                    else ""
+                )
             )
+        self._replica.check()
         self._end()
 
     def _end(self) -> None:
@@ -153,17 +162,19 @@ class TiedLoop(Loop):
 
     def _tie_optimizer(self) -> None:
         """Have the optimizer's `step` of this instance go through the protocol."""
-        original = self.optimizer.step
+        original = self._stepping.step
         inner = getattr(original, "__func__", original)
-        closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
-        needs_closure = closure is not None and closure.default is closure.empty
+        # those of torch call the closure once, for the gradient; others may call it in the middle of their step
+        of_torch = type(self._stepping).step.__module__.startswith("torch.optim.")
+        closure_first = of_torch and not _is_lbfgs(self._stepping)
+        self._replica.may_replace = not of_torch
 
         @functools.wraps(inner)
         def step(_: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if self.closed:
                 return original(*args, **kwargs)
             given = kwargs.get("closure", args[0] if args else None)
-            if given is None or needs_closure:
+            if given is None or not closure_first:
                 return self._step(lambda: original(*args, **kwargs))
             # before the node is locked: the closure has the forward and backward passes
             with torch.enable_grad():
@@ -172,17 +183,16 @@ class TiedLoop(Loop):
             return loss
 
         # a bound method, since schedulers wrap the function in it
-        self.optimizer.step = types.MethodType(step, self.optimizer)  # type: ignore[method-assign]
+        self._stepping.step = types.MethodType(step, self._stepping)  # type: ignore[method-assign]
 
     def _step(self, step: Callable[[], Any]) -> Any:
         if (now := time.monotonic()) - self._checked_at > CHECK_SECONDS:
             self._checked_at = now
             self._replica.check()
         self._replica.pending_step, self._replica.returned = step, None
-        goes_on = self._worker.step()
-        for drawn in _samplers:
-            drawn.step_made(self.earlier_steps + self.steps)
-        if not goes_on:
+        for drawn in _samplers:  # before the step, since a checkpoint may be made while it waits for others
+            drawn.step_made(self.earlier_steps + self.steps + 1)
+        if not self._worker.step():
             self._end()
             raise KeyboardInterrupt("the run has ended")
         return self._replica.returned
@@ -237,6 +247,11 @@ def join(
     global _loop
     _check(model, optimizer, scheduler, protocol)
     where = place()
+    if world_size() > 1 and _is_lbfgs(optimizer):
+        raise UsageError(
+            "tether.join(): LBFGS compares its gradients from step to step, and between two steps other processes "
+            "change the weights: use an optimizer such as torch.optim.SGD or Adam, or launch one process"
+        )
     if _loop is not None and (where is not None or not _loop.closed):
         raise UsageError(
             "tether.join() was called twice: a run ties one model and one optimizer; put both models into one "
@@ -270,7 +285,7 @@ def evaluate(function: Callable[[nn.Module], T]) -> T | None:
         return None
     result = loop.with_joint_model(function)
     values: Any = result if isinstance(result, dict) else {"value": result}
-    if all(isinstance(value, Real) for value in values.values()):
+    if all(isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1) for value in values.values()):
         loop.record({str(name): float(value) for name, value in values.items()})
     return result
 
@@ -338,6 +353,17 @@ def _check(model: object, optimizer: object, scheduler: object, protocol: object
     others = getattr(getattr(scheduler, "optimizer", optimizer), "param_groups", None)
     if others is not optimizer.param_groups:  # which a wrapper of the optimizer shares
         raise UsageError("tether.join(): the scheduler is one of another optimizer")
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that steps: the wrapper of accelerate makes no step while gradients are accumulated."""
+    inner = getattr(optimizer, "optimizer", None)
+    of_accelerate = type(optimizer).__module__.startswith("accelerate.")
+    return inner if of_accelerate and isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _is_lbfgs(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(_unwrapped(optimizer), torch.optim.LBFGS)
 
 
 def _differ_from_first(index: int) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import msgspec
@@ -27,7 +30,7 @@ from tether.loops.sampler import Part, next_parts
 from tether.protocols import Options, known
 from tether.protocols import make as make_protocol
 from tether.runtimes.base import Runtime
-from tether.task import Task
+from tether.task import Task, describe_error
 
 #: how long a run is as far as protocols know: the script decides
 STEPS_UNKNOWN = 10**9
@@ -38,13 +41,51 @@ DESCRIPTION, WEIGHTS = "model.json", "model.weights"
 class Script(Task):
     """Stands for the user's script where a run has a task."""
 
-    def __init__(self, path: Path, arguments: tuple[str, ...]) -> None:
+    def __init__(self, path: Path, arguments: tuple[str, ...], module: str | None = None) -> None:
+        """`module`: the name under which `python -m` would run the file, if it is not to run as a file."""
         self.path = path
         self.arguments = arguments
+        self.module = module
 
     @property
     def name(self) -> str:
-        return self.path.stem
+        return self.path.stem if self.path.stem != "__main__" else self.path.parent.name
+
+    @staticmethod
+    def of_file(path: Path, arguments: tuple[str, ...]) -> Script:
+        """The script in a file; UsageError if it is not there or is not Python."""
+        if not path.is_file():
+            raise UsageError(f"there is no script {path}: name a Python file, after all options of 'tether launch'")
+        script = Script(path.absolute(), arguments)
+        script.compile()
+        return script
+
+    @staticmethod
+    def of_module(name: str, arguments: tuple[str, ...]) -> Script:
+        """The module that `python -m name` would run; its packages are not imported for that."""
+        found, parts = None, name.split(".")
+        folders: list[str] | None = [os.getcwd(), *sys.path]
+        while parts and folders is not None:
+            found = PathFinder.find_spec(parts.pop(0), folders)
+            folders = list(found.submodule_search_locations or ()) or None if found is not None else None
+            if found is not None and folders is not None and not parts and name.rpartition(".")[2] != "__main__":
+                parts, name = ["__main__"], f"{name}.__main__"
+        if found is None or parts or not (found.origin or "").endswith(".py"):
+            raise UsageError(
+                f"there is no module {name} in {os.getcwd()} or among the installed ones: name a module as 'python -m' "
+                "takes it, after all options of 'tether launch'"
+            )
+        script = Script(Path(str(found.origin)), arguments, name)
+        script.compile()
+        return script
+
+    def compile(self) -> CodeType:
+        """The program; UsageError if the file is not Python."""
+        try:
+            code: CodeType = compile(self.path.read_bytes(), str(self.path), "exec")
+        except (SyntaxError, ValueError, OSError) as error:
+            raise UsageError(f"{describe_error(self, error)}: correct the script") from error
+        return code
 
 
 class ModelDescription(msgspec.Struct, frozen=True):
@@ -85,6 +126,8 @@ class LoopPlan(RunPlan):
     replica: LoopReplica | None = field(default=None, repr=False)
     #: what earlier parts of the run have drawn, for each of the script's samplers
     drawn: tuple[tuple[Part, ...], ...] = ()
+    #: how long a loop may go without a step
+    hung_seconds: float = math.inf
 
     @staticmethod
     def of_script(
@@ -134,6 +177,10 @@ class LoopPlan(RunPlan):
     @property
     def scripted(self) -> bool:
         return True
+
+    @property
+    def loop_seconds(self) -> float:
+        return self.hung_seconds
 
     @property
     def steps(self) -> int:
@@ -212,7 +259,7 @@ class LoopPlan(RunPlan):
         if node.computes:
             assert self.replica is not None
             replica = self.replica
-            replica.empty = empty
+            replica.begin(node.name, self.protocol.guard, empty)
         else:
             replica = HeldWeights(self._initial_weights(), self.model.parameter_count)
         return self._machine(node, replica, empty), replica

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
+import os
 import random
 import sys
+import threading
 import types
 from contextlib import suppress
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import numpy as np
@@ -34,7 +38,7 @@ def run_script(spec: NodeSpec, node: Node) -> bool:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     try:
-        _execute(plan.task)
+        _execute(plan.task, node)
         loop = current()
         if loop is None:
             raise UsageError(
@@ -49,36 +53,59 @@ def run_script(spec: NodeSpec, node: Node) -> bool:
         report_failure(spec, node, RunError(f"{type(interrupt).__name__} in the script"))
         return False
     except Exception as error:
-        report_failure(spec, node, _as_seen_by_caller(plan.task, error))
+        error.__traceback__ = _of_script(plan.task, error.__traceback__)
+        report_failure(spec, node, _as_seen_by_caller(plan.task, node, error))
         return False
     finally:
         _leave()
 
 
-def _execute(script: Script) -> None:
-    """Execute the file as `python file arguments...` would."""
-    path = script.path
-    sys.argv = [str(path), *script.arguments]
-    sys.path.insert(0, str(path.parent))
+def _execute(script: Script, node: Node) -> None:
+    """Execute the script as `python file arguments...` or `python -m module arguments...` would."""
     main = types.ModuleType("__main__")
-    main.__dict__.update(__file__=str(path), __builtins__=__builtins__, __spec__=None)
+    main.__dict__.update(__file__=str(script.path), __builtins__=__builtins__, __spec__=None)
     sys.modules["__main__"] = main
+    sys.argv = [str(script.path), *script.arguments]
+    if script.module is None:
+        sys.path.insert(0, str(script.path.parent))
+    else:
+        root = str(script.path.parents[script.module.count(".")])
+        sys.path[:0] = [os.getcwd(), *([] if root in sys.path else [root])]
+        main.__package__ = script.module.rpartition(".")[0]
+        main.__spec__ = ModuleSpec(script.module, None, origin=str(script.path))
+        if main.__package__:
+            importlib.import_module(main.__package__)
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), main.__dict__)
+        exec(script.compile(), main.__dict__)
     except SystemExit as exit_:
         if exit_.code not in (None, 0):
             what = f"status {exit_.code}" if isinstance(exit_.code, int) else str(exit_.code)
-            raise TaskError(f"the script exited with {what}") from exit_
+            raise TaskError(f"the script exited with {what}; what it printed is {_printed(node)}") from None
 
 
-def _as_seen_by_caller(script: Script, error: Exception) -> Exception:
+def _of_script(script: Script, traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """A traceback from the first line of the script on, which is what Python would print without Tether."""
+    while traceback is not None and traceback.tb_frame.f_code.co_filename != str(script.path):
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _as_seen_by_caller(script: Script, node: Node, error: Exception) -> Exception:
     if isinstance(error, TetherError):
         return error
-    return TaskError(f"{describe_error(script, error)}; the traceback is in its log or above")
+    return TaskError(f"{describe_error(script, error)}; the traceback is {_printed(node)}")
+
+
+def _printed(node: Node) -> str:
+    """Where the output of this process is."""
+    return "above" if node.index == 0 else f"in logs/{node.name}.log of the run directory"
 
 
 def _leave() -> None:
     """Close the connections to the run, and do what Python does when a program ends."""
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     with suppress(Exception):
         atexit._run_exitfuncs()
     loop: Any = current()

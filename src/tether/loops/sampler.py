@@ -10,6 +10,9 @@ number of processes may be another one.
 How far a process is follows from its optimizer steps. A DataLoader with workers draws ahead of the loop; the sampler
 learns how many samples a step takes from the draws between the first two steps of an epoch.
 
+States of processes are in fewer checkpoints than the joint model, so the model may be some steps further than the
+sampler's state: those steps have drawn as many samples as the steps before.
+
 A process that replaces one which has died continues the share of that one, after the steps of it that count. Where
 each step left the sampler is in a file that outlives the process.
 """
@@ -69,6 +72,8 @@ class SharedSampler(Sampler[int]):
         #: the samples that a step takes, once that is known, and those that count as stepped with
         self._per_step = 0
         self._ahead = 0
+        #: the loop leaves out the end of an epoch that is shorter than a mini-batch
+        self._drops_last = False
         self._stepped = 0
         #: for the latest steps of this process: the step, the epoch, and the samples of it that were stepped with
         self._marks: deque[tuple[int, int, int]] = deque([(0, 0, 0)], maxlen=MARKS_KEPT)
@@ -86,6 +91,8 @@ class SharedSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         if self._earlier is not None:
             self._take_over(self._earlier())
+        if self._stepped:
+            self._drops_last = 0 < self._share - self._skipped - self._stepped < self._per_step
         self._epoch += 1
         share = left_in_epoch(self._length, self._seed, self._epoch, self._parts)[self._rank :: self._world_size]
         self._share, self._drawn, self._drawn_at_step, self._epoch_steps, self._stepped = len(share), 0, 0, 0, 0
@@ -102,7 +109,7 @@ class SharedSampler(Sampler[int]):
             yield index
 
     def step_made(self, step: int) -> None:
-        """The optimizer has made this step: what it used of the draws counts."""
+        """The optimizer makes this step: if it counts, what it used of the draws counts."""
         if self._epoch < 0:
             return
         self._epoch_steps += 1
@@ -152,7 +159,14 @@ class SharedSampler(Sampler[int]):
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps."""
-        return {"parts": self._parts, "marks": torch.tensor(list(self._marks))}
+        return {
+            "parts": self._parts,
+            "marks": torch.tensor(list(self._marks)),
+            "length": self._length,
+            "seed": self._seed,
+            "per_step": self._per_step,
+            "drops_last": self._drops_last,
+        }
 
     def resume(self, parts: tuple[Part, ...]) -> None:
         """Leave out what earlier parts of the run have done."""
@@ -167,8 +181,25 @@ def next_parts(states: dict[int, dict[str, Any]], made: dict[int, int], world: i
         place = (0, 0)
         if rank in states:
             earlier = tuple((int(count), tuple(map(tuple, done))) for count, done in states[rank]["parts"])
+            steps = made.get(rank, 0)
             for step, epoch, count in states[rank]["marks"].tolist():
                 if step <= made.get(rank, 0):
-                    place = (epoch, count)
+                    place, steps = (epoch, count), made.get(rank, 0) - step
+            place = _advanced(place, steps, states[rank], earlier, rank, world)
         places.append(place)
     return (*earlier, (world, tuple(places)))
+
+
+def _advanced(
+    place: tuple[int, int], steps: int, state: dict[str, Any], parts: tuple[Part, ...], rank: int, world: int
+) -> tuple[int, int]:
+    """Where a process is after so many further steps, if it draws as many samples for each as it did before."""
+    (epoch, count), per_step = place, state["per_step"]
+    last = epoch + steps + max((reached for _, places in parts for reached, _ in places), default=0)
+    while steps and per_step and epoch <= last:
+        share = len(left_in_epoch(state["length"], state["seed"], epoch, parts)[rank::world])
+        left = (share - count) // per_step if state["drops_last"] else -((count - share) // per_step)
+        if steps <= left:
+            return epoch, min(share, count + steps * per_step)
+        steps, epoch, count = steps - left, epoch + 1, 0
+    return epoch, count

@@ -29,7 +29,9 @@ longer each time; that happens if the process that brings it its values is pause
 has made in the meantime counts at most as much as a usual contribution.
 
 A worker reports how many steps it has made in total, and the hub counts those that are new in each shard. A
-contribution that arrives too late is therefore not lost: the next one reports its steps as well.
+contribution that arrives too late is therefore not lost: the next one reports its steps as well. Where data may end
+before the run does, broadcasts say which steps they have; a worker gives again what came too late, so that its last
+steps are in every shard.
 
 The workers of a new run begin at once, since the seed or the checkpoint gives all of them the hub's model. A worker
 that joins later begins with the joint model when it has every shard. A worker that dies is left out of the reductions
@@ -47,6 +49,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -99,6 +102,8 @@ class Circulated(Message, frozen=True):
     position: int = 0
     #: the shortest wait before a contribution while no worker makes a step
     lull_seconds: float = 0.0
+    #: how many steps of each worker are in the joint shard, where workers need to know it
+    steps: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class AreYouThere(Message, frozen=True):
@@ -363,7 +368,12 @@ class CirculationHub:
             "values": self._outgoing[shard],
             "position": self.progress.position,
             "lull_seconds": self._lull_seconds,
+            "steps": dict(self._told[shard]) if self._tells_steps() else {},
         }
+
+    def _tells_steps(self) -> bool:
+        """Whether broadcasts say which steps they have: a worker whose data has ended waits for its last ones."""
+        return self.context.schedule.data_bound
 
     # ---- what a protocol makes of it ----
 
@@ -421,14 +431,16 @@ class CirculationWorker:
         self._exchange_seconds = 0.0
         #: reductions to which the worker has not contributed yet, by shard
         self._awaited: dict[int, Reduce] = {}
-        #: shards that it has contributed steps to and that have not come back since
-        self._unanswered: set[int] = set()
+        #: for each shard: the steps of the last contribution that had any, with all until then, and how many of this
+        #: worker's steps the shard had when it was received last
+        self._contributed = [(0, 0)] * len(self._cut)
+        self._included = [0] * len(self._cut)
         #: its data has ended, and it has not said yet that its steps are in the joint model
         self._ending = False
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         effects = self._handle(event, now)
-        if self._ending and not any(self.taus) and not self._unanswered:
+        if self._ending and min(self._included) >= self.steps:
             self._ending = False
             effects.append(Contributed())
         return effects
@@ -469,7 +481,7 @@ class CirculationWorker:
 
     def _take(self, arrived: Circulated, members: tuple[str, ...], now: float) -> list[Effect]:
         shard, last = arrived.shard, self._cycles[arrived.shard]
-        self._unanswered.discard(shard)
+        self._see_included(arrived)
         effects = self._arrive(arrived)
         self._received[shard] = arrived.values
         self._cycles[shard] = arrived.cycle
@@ -489,6 +501,17 @@ class CirculationWorker:
             self.running = True
             effects += [Install(torch.cat(received)), *self._compute()]
         return effects
+
+    def _see_included(self, arrived: Circulated) -> None:
+        """A worker whose data ends gives steps again that came too late for their reduction."""
+        if not self.context.schedule.data_bound:
+            return
+        shard = arrived.shard
+        tau, steps = self._contributed[shard]
+        self._included[shard] = arrived.steps.get(self.context.node.name, 0)
+        if self._included[shard] < steps:
+            self.taus[shard] += tau
+            self._contributed[shard] = 0, 0
 
     def _count(self, ready: GradientReady) -> None:
         self.steps += 1
@@ -510,7 +533,7 @@ class CirculationWorker:
         self.taus[shard], self._given_at[shard] = 0, now
         self._contributions += 1
         if tau:
-            self._unanswered.add(shard)
+            self._contributed[shard] = tau, self.steps
         weight = float(tau) if self.options.weighted else float(tau > 0)
         return [Reduce(reduction.tag, reduction.members, self._values(shard), weight, self.steps)]
 

@@ -1,45 +1,48 @@
 """Tide: workers never stop, and the joint model is carried on in the direction in which all of them keep moving.
 
-A protocol of Tether's own. It owes to MPCA SGD that workers never stop, the shards that circulate in phases, and
-weights by steps (`protocols/circulation.py`); to DiLoCo and Streaming DiLoCo that the joint model has a momentum of
-its own, and that shards are exchanged while training goes on; and to BIDMach's grid that a worker adds the difference
-to what it sent, so that the steps it has made in the meantime are kept.
+A protocol of Tether's own. The rules, for each shard:
 
-The rules, for each shard:
-
-1. A worker contributes a copy C of its shard and keeps it. When the next joint shard J arrives, it takes back what its
-   contribution was off by, C - J, and keeps the steps that it has made since. But where the loss is steep, those steps
-   have already led back from what was noise in C, and to take it back a second time would turn it around. So no weight
-   is taken back further than it is off now: its distance to J + s/tau (J - J'), where the joint shard will be with the
-   s steps made since, if it moves on as it did in the tau steps since J', the joint shard before:
+1. *Correction.* A worker contributes a copy C of its shard and keeps it. When the next joint shard J arrives, it takes
+   back what its contribution was off by, C - J, and keeps the steps that it has made since; but it takes no weight back
+   further than it is off now. Off is its distance to where the joint shard will be with the s steps made since, if it
+   moves on as it did in the tau steps since J', the joint shard before:
 
        x <- x - clip(C - J, between 0 and x - J - s/tau (J - J'))
 
    If the contribution came too late to be in J, J' takes the place of C. The hub says with every shard how many steps
    of each worker are in it.
-2. The hub takes the mean of the contributions, weighted by steps. Its difference to the joint shard is D, the change
-   that all workers agree on after tau steps. The drift V is the running mean of D per step over the last `horizon`
-   steps, V <- m V + (1 - m) D / tau with m = exp(-tau / horizon), but of at least five exchanges, since a change that
-   came once has not persisted. The joint shard becomes
+2. *Drift.* The hub takes the mean of the contributions, weighted by steps. Its difference to the joint shard is D, the
+   change that all workers agree on after tau steps. The drift V is the running mean of D per step over the last
+   `horizon` steps, V <- m V + (1 - m) D / tau with m = exp(-tau / horizon), but of at least five exchanges, since a
+   change that came once has not persisted. The joint shard becomes
 
        x <- x + D + e tau V
 
-   With e = 0 this is averaging. With e > 0 the joint model moves on in the direction that persists, as with Nesterov's
-   momentum, whose rate 0.7 and momentum 0.9 are about e = 6. Since the horizon counts steps and not exchanges, a fast
-   network may exchange at every step: momentum per exchange would be forgotten within a few steps there.
-3. How much drift suits the run is seen from the workers' agreement. Each worker also reports how far it has moved. Let
-   A be the squared length of D over the mean squared length of the K workers' own changes: 1 if all made the same
-   change, 1/K if they differ by noise alone. The share of a worker's change that is signal is
-   q = (K A - 1) / (K - 1), and e = min(K - 1, (1 - q) / 2 q): no drift while workers agree, early in a run or where
-   curvature and not noise limits them, since then K workers do what each of them does; and up to K - 1 where noise
-   rules, since then their mean has moved as far as one worker, where one worker that made all the steps would have
-   moved K times as far.
+3. *Agreement.* Each worker also reports how far it has moved. Let A be the squared length of D over the mean squared
+   length of the K workers' own changes: 1 if all made the same change, 1/K if they differ by noise alone. The share of
+   a worker's change that is signal is q = (K A - 1) / (K - 1), and e = min(K - 1, (1 - q) / 2 q).
 
-BatchNorm's buffers have no drift: the joint ones are the mean. A worker keeps its own, which follow its weights within
-a few steps; the joint ones follow later, and to blend them into its own makes both worse.
+BatchNorm's buffers have neither correction nor drift: the joint ones are the mean. A worker keeps its own, which follow
+its weights within a few steps; the joint ones follow later, and to blend them into its own makes both worse.
 
 Invariants: those of the circulation; a joint shard that is what the worker contributed changes nothing, so that one
-worker alone learns what `single` learns.
+worker alone learns what `single` learns; with e = 0 and without delay, tide is averaging.
+
+Why it works. Correction: no step is lost while an exchange is under way. Where the loss is steep, the steps since the contribution
+have already led back from what was noise in C. To take it back a second time would turn the noise around instead of
+ending it; hence the clip.
+
+Drift: as with Nesterov's momentum, the joint model moves on in the direction that persists, in which single steps are
+too short. DiLoCo's rate 0.7 and momentum 0.9 are about e = 6. Since the horizon counts steps and not exchanges, a fast
+network may exchange at every step: momentum per exchange would be forgotten within a few steps there.
+
+Agreement: while workers agree, early in a run or where curvature and not noise limits them, K workers do what each of
+them does, and there is nothing to gain from a longer way; no drift. Where noise rules, their mean has moved as far as
+one worker, where one worker that made all the steps would have moved K times as far; hence at most K - 1.
+
+Debts. MPCA SGD: workers never stop, shards circulate in phases, and contributions weigh by their steps
+(`protocols/circulation.py`). DiLoCo and Streaming DiLoCo: the joint model has a momentum of its own, and shards are
+exchanged while training goes on. BIDMach's grid: a worker adds the difference to what it sent.
 """
 
 from __future__ import annotations
@@ -48,7 +51,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -87,8 +89,6 @@ SIGNAL_MIN = 1e-3
 class Joint(Circulated, frozen=True):
     """Hub to all: a shard of the joint model, and how many steps of each worker are in it."""
 
-    steps: dict[str, int] = msgspec.field(default_factory=dict)
-
 
 class Moved(Message, frozen=True):
     """Worker to hub, next to a contribution: the squared length of its change."""
@@ -110,7 +110,6 @@ class Tide(Circulation):
     horizon: int | Literal["auto"] = option(
         "auto", "the steps over which a change must persist to count; 'auto': 500, or a quarter of a short run"
     )
-
     every: int | Literal["auto"] = option(
         "auto",
         "the fewest steps between two contributions of a shard; 'auto': as often as the network and `exchange_share` "
@@ -177,7 +176,10 @@ class TideHub(CirculationHub):
         return 1 if self.options.every == "auto" else self.options.every
 
     def _message(self, shard: int) -> Joint:
-        return Joint(**self._circulated(shard), steps=dict(self._told[shard]))
+        return Joint(**self._circulated(shard))
+
+    def _tells_steps(self) -> bool:
+        return True
 
     def _prepare(self, shard: int, mean: Tensor, taus: list[int]) -> Tensor:
         part, tau = self._cut[shard], max(1.0, sum(taus) / len(taus))

@@ -104,6 +104,11 @@ class Plan(Protocol):
         """Workers run a script of the user's, whose own loop makes the steps."""
         ...
 
+    @property
+    def loop_seconds(self) -> float:
+        """How long such a loop may go without a step before its process is killed."""
+        ...
+
     def program(self, node: Node) -> Callable[[Any, Node], bool] | None:
         """What a node's process runs, given its spec, instead of the node; False if it has reported an error."""
         ...

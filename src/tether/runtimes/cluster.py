@@ -1,5 +1,6 @@
 """Workers on plain machines: the driver listens, and a worker joins by `tether worker HOST:PORT --key FILE`.
 
+People start these workers, or `hosts` does so by ssh.
 The driver and the hub are on one machine. A worker greets on its lifeline, proves that it holds the key, and is told
 its node; the plan follows on an encrypted socket. All else is as in every run across machines: see `process/agent` and
 `process/agents`. By default the plan comes as plain values and names a task that the worker's machine has. Only a
@@ -19,12 +20,12 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 import cloudpickle
 import msgspec
@@ -36,6 +37,7 @@ from tether.core.machine import Node
 from tether.core.message import Message
 from tether.errors import RunError, UsageError, WireError
 from tether.runtimes.base import Observer, Outcome, Plan, check_count, check_source
+from tether.runtimes.hosts import HostStarter, own_address
 from tether.runtimes.process.agent import (
     GREETING_SECONDS,
     LIFELINE,
@@ -85,17 +87,26 @@ def make_key(path: Path) -> None:
 def read_key(path: Path) -> Keys:
     """The key in a file that `make_key` has written."""
     try:
-        secret = bytes.fromhex(path.read_text().strip())
+        keys = parse_key(path.read_text(errors="replace"), str(path))
     except FileNotFoundError:
         raise UsageError(f"there is no key {path}: make one with 'tether keys {path}', or copy the driver's") from None
+    except OSError as error:
+        raise UsageError(f"the key {path} cannot be read: {error.strerror}") from None
+    if path.stat().st_mode & 0o077:
+        raise UsageError(f"others can read the key {path}: run chmod 600 {path}")
+    return keys
+
+
+def parse_key(text: str, source: str) -> Keys:
+    """The key in a text; `source` is where it came from."""
+    try:
+        secret = bytes.fromhex(text.strip())
     except ValueError:
         secret = b""
     if len(secret) != KEY_BYTES:
         raise UsageError(
-            f"{path} is not a key: it must hold {2 * KEY_BYTES} hexadecimal digits, as 'tether keys' writes"
+            f"{source} is not a key: it must hold {2 * KEY_BYTES} hexadecimal digits, as 'tether keys' writes"
         )
-    if path.stat().st_mode & 0o077:
-        raise UsageError(f"others can read the key {path}: run chmod 600 {path}")
     return Keys(secret)
 
 
@@ -114,12 +125,13 @@ def parse_address(text: str) -> tuple[str, int]:
 class Cluster:
     """Where to run: workers on other machines that join by `tether worker`, and the hub on this one."""
 
-    #: HOST:PORT at which workers reach this machine
-    listen: str
-    #: the file that holds the key
-    key: str
-    #: the run begins when this many workers have joined
-    workers: int = 2
+    #: HOST:PORT at which workers reach this machine. With `hosts`, the default is a free port at the address that they
+    #: see of it
+    listen: str | None = None
+    #: the file that holds the key. With `hosts`, the default is a key that only this run has
+    key: str | None = None
+    #: the run begins when this many workers have joined. 0: as many as there are `hosts`, or else 2
+    workers: int = 0
     #: at most this many workers take part at a time; `workers` unless given
     workers_max: int | None = None
     #: encrypt what is sent. Without it, who can read the network can also join the run: only for trusted networks
@@ -130,16 +142,32 @@ class Cluster:
     restarts: int = 3
     #: a worker that has not responded or made progress for this long is given up
     hung_seconds: float = 15.0
+    #: hosts on which workers are started by ssh, a worker for each; "localhost" needs no ssh. Others may still join
+    hosts: Sequence[str] = ()
+    #: the command that runs another command on a host, such as "ssh -p 2222 -l me"
+    ssh: str = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3"
 
     name = "cluster"
     virtual = False
     processors = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "hosts", tuple(self.hosts))
+        if not all(isinstance(host, str) and host and not host.startswith("-") for host in self.hosts):
+            raise UsageError(f"hosts must be names such as 'a' or 'me@b', not {list(self.hosts)!r}")
+        if not self.hosts and (self.listen is None or self.key is None):
+            raise UsageError(
+                "a cluster needs an address and a key, for workers that join: add --listen HOST:PORT --key FILE; or "
+                "hosts on which they are started: --hosts a,b,c (tether.Cluster(...))"
+            )
+        if self.workers == 0:
+            object.__setattr__(self, "workers", len(self.hosts) or 2)
         check_processes(self.workers, self.threads, self.restarts, self.hung_seconds)
-        host, _ = parse_address(self.listen)
+        host, _ = parse_address(self.listen) if self.listen is not None else ("", 0)
         if host in ("0.0.0.0", "::", "*"):
             raise UsageError(f"listen at an address of this machine that workers can reach, not at {host}")
+        if self.hosts and self.workers_max is None and len(self.hosts) > self.workers:
+            object.__setattr__(self, "workers_max", len(self.hosts))
         if self.workers_max is not None:
             check_count("workers_max", self.workers_max, self.workers)
 
@@ -162,6 +190,8 @@ class Cluster:
             "threads": self.threads,
             "restarts": self.restarts,
             "hung_seconds": self.hung_seconds,
+            "hosts": list(self.hosts),
+            "ssh": self.ssh,
         }
 
 
@@ -169,13 +199,18 @@ class ClusterDriver(Driver):
     """One run: its hub is a child of this process, its workers are agents on other machines."""
 
     def __init__(self, settings: Cluster, plan: Plan, observer: Observer) -> None:
-        name, port = parse_address(settings.listen)
-        shared, run = read_key(Path(settings.key)), secrets.token_hex(8)
+        listen = settings.listen or f"{own_address(settings.hosts)}:0"
+        name, port = parse_address(listen)
+        shared = read_key(Path(settings.key)) if settings.key is not None else Keys.make()
+        run = secrets.token_hex(8)
         try:
             host = socket.gethostbyname(name)
             self._agents = ClusterAgents(shared, run, host, port, settings)
         except OSError as error:
-            raise UsageError(f"this machine cannot listen at {settings.listen}: {error}") from error
+            raise UsageError(
+                f"this machine cannot listen at {listen}: {error}; name an address of this machine and a port that no "
+                "other program uses"
+            ) from error
         super().__init__(plan, observer, settings.hung_seconds, host=host, keys=run_keys(shared, run, settings.encrypt))
         self._watchdog = Watchdog(settings.hung_seconds, start_seconds=math.inf)  # people start workers when they like
         self._settings = settings
@@ -194,7 +229,8 @@ class ClusterDriver(Driver):
         super().close()
 
     def _wait_until_ready(self) -> None:
-        self._observer.note(f"waiting for {self._settings.workers} workers at {self._settings.listen}")
+        host, port = self._agents.address
+        self._observer.note(f"waiting for {self._settings.workers} workers at {host}:{port}")
         while not self._is_complete():
             if reason := self._observer.stop_requested():
                 raise RunError(f"the run ended before {self._settings.workers} workers had joined: {reason}")
@@ -264,6 +300,9 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
         self._directory = Path(tempfile.mkdtemp(prefix="tether-"))
         self._context: zmq.Context[Any] = zmq.Context()
         self._outbox = Outbox(self._context, self._directory, "driver", keys=keys)
+        #: how many workers have joined so far
+        self._joined = 0
+        self._starter: HostStarter | None = None
 
     def prepare(self, plan: Plan, driver: str, nodes: list[Node]) -> None:
         """What workers will be sent; `driver` is the address of the driver's inbox, `nodes` those of the plan."""
@@ -277,6 +316,25 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
             above = plan.hub if like.parent else ""
             self._places[index] = replace(like, name=f"worker-{index}", index=index, host="", parent=above)
             self._newcomers.add(index)
+        if settings.hosts:
+
+            def open_log(number: int) -> IO[bytes]:
+                name = f"host-{number}"
+                return plan.log(name) or (self._directory / name).open("wb")
+
+            self._starter = HostStarter(
+                settings.hosts,
+                settings.ssh,
+                self.address,
+                self.keys,
+                bool(code),
+                open_log,
+                lambda text: self.note(text),
+            )
+
+    def _start_agents(self) -> None:
+        if self._starter is not None:
+            self._starter.start()
 
     def _is_new(self, node: Node) -> bool:
         return node.life > 1 or node.index in self._newcomers
@@ -304,6 +362,8 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
         if self._listener.rejected > self._rejected and is_power_of_ten(self._listener.rejected):
             self.note(f"{self._listener.rejected} connections that did not prove that they have the key were refused")
         self._rejected = self._listener.rejected
+        if self._starter is not None:
+            self._starter.check(self._joined, self._settings.workers)
         if self._viewers and time.monotonic() - self._shown_at >= SHOW_SECONDS:
             self._shown_at = time.monotonic()
             for name, (connection, last) in self._viewers.items():
@@ -332,6 +392,9 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
         assert self._setup is not None
         self._outbox.addresses[agent.node.name] = agent.greeting.address
         self._outbox.send(agent.node.name, self._setup)
+        self._joined += 1
+        if self._starter is not None:
+            self._starter.has_joined()
 
     def _read(self, agent: Agent[WorkerGreeting] | str) -> None:
         """The lifeline has closed, or the worker says why it leaves. A text is the name of who watches."""
@@ -361,6 +424,8 @@ class ClusterAgents(AgentLauncher[WorkerGreeting]):
             connection.close()
         self._outbox.close()
         self._context.destroy(linger=0)
+        if self._starter is not None:
+            self._starter.close(seconds)
         shutil.rmtree(self._directory, ignore_errors=True)
 
 

@@ -9,6 +9,7 @@ for others is not work, so a node that waits is never overdue.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +21,8 @@ from tether.runtimes.process.control import Alive, Work
 ALIVE_SECONDS = 0.5
 #: how long a node may take to become ready: it imports torch and loads the data
 START_SECONDS = 300.0
+#: what a user's own loop does between two steps
+LOOP = "step of its loop"
 #: how long the first piece of work of a kind may take: it may compile or fill caches
 FIRST_WORK_SECONDS = 300.0
 #: how many times longer than the longest piece of work of its kind another may take
@@ -49,12 +52,14 @@ class AwakeClock:
 class Watchdog:
     """The driver's side: when each process started and last responded, and what it was doing then."""
 
-    def __init__(self, hung_seconds: float, start_seconds: float | None = None) -> None:
+    def __init__(self, hung_seconds: float, start_seconds: float | None = None, loop_seconds: float = math.inf) -> None:
         """`hung_seconds`: the least time without a response or without progress after which a process has stopped.
 
-        `start_seconds`: how long a process may take to become ready, by default `START_SECONDS`.
+        `start_seconds`: how long a process may take to become ready, by default `START_SECONDS`. `loop_seconds`: how
+        long a user's own loop may go without a step. It may do anything there, so nothing follows from its usual time.
         """
         self._hung_seconds = hung_seconds
+        self._loop_seconds = loop_seconds
         self._start_seconds = START_SECONDS if start_seconds is None else start_seconds
         self._clock = AwakeClock()
         #: all by that clock
@@ -95,16 +100,22 @@ class Watchdog:
         if self._clock.seconds - self._heard.setdefault(name, self._clock.seconds) > self._hung_seconds:
             return f"has not responded for {self._hung_seconds:g} s"
         for work in self._work.get(name, ()):
-            if limit := _exceeded_limit(work, self._hung_seconds):
+            limit = self._loop_seconds if work.what == LOOP else _limit(work, self._hung_seconds)
+            if work.seconds > limit:
                 return f"has been at one {work.what} for {work.seconds:.0f} s, longer than the {limit:.0f} s allowed,"
         return ""
 
+    def unusual_loop_seconds(self, name: str) -> float | None:
+        """How long a user's own loop has gone without a step, if that is so long that the user should know."""
+        for work in self._work.get(name, ()):
+            if work.what == LOOP and work.seconds > _limit(work, self._hung_seconds):
+                return work.seconds
+        return None
 
-def _exceeded_limit(work: Work, hung_seconds: float) -> float | None:
-    """How long a piece of work may take, if it has taken longer."""
-    usual = FIRST_WORK_SECONDS if work.longest_seconds is None else SLACK * work.longest_seconds
-    limit = max(hung_seconds, usual)
-    return limit if work.seconds > limit else None
+
+def _limit(work: Work, hung_seconds: float) -> float:
+    """How long a piece of work usually takes at most."""
+    return max(hung_seconds, FIRST_WORK_SECONDS if work.longest_seconds is None else SLACK * work.longest_seconds)
 
 
 class Pulse:

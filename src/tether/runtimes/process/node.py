@@ -8,7 +8,9 @@ when it closes, the driver is gone and this process ends.
 
 from __future__ import annotations
 
+import errno
 import heapq
+import io
 import os
 import shutil
 import signal
@@ -289,7 +291,8 @@ class NodeProcess:
                 meter = self._interpreter.meter
                 meter.messages_refused += 1
             if is_power_of_ten(meter.messages_refused):
-                print(f"{meter.messages_refused} messages were refused, the last: {error}", file=sys.stderr)
+                with suppress(OSError):
+                    print(f"{meter.messages_refused} messages were refused, the last: {error}", file=sys.stderr)
             return
         with self.lock:
             self.handle(sender, message)
@@ -434,12 +437,33 @@ def report_failure(spec: NodeSpec, node: Node, error: Exception) -> None:
 
     In a context of its own, since a thread that hangs may keep the node's context from ending."""
     text = traceback.format_exc()
-    print(text, file=sys.stderr)
+    with suppress(OSError):
+        print(text, file=sys.stderr)
     context: zmq.Context[Any] = zmq.Context()
     to_driver = make_outbox(spec, node, context)
     to_driver.send(DRIVER, control.Failed(type(error).__name__, str(error), text))
     to_driver.close(LINGER_SECONDS)
     context.term()
+
+
+class _Output(io.FileIO):
+    """Standard output or standard error of a node. What a full disk does not take is lost, and nothing else."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO):
+                raise
+            return len(data)
+
+
+def _open_outputs() -> None:
+    """Have what user code prints go to outputs that never fail for want of room."""
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        raw = io.BufferedWriter(_Output(number, "w", closefd=False))
+        old = getattr(sys, name)
+        setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=number == 2))
 
 
 def _exit_with_driver(lifeline: BinaryIO, directory: Path) -> None:
@@ -453,6 +477,7 @@ def _exit_with_driver(lifeline: BinaryIO, directory: Path) -> None:
 def main(lifeline: BinaryIO) -> NoReturn:
     """Run the node whose spec the lifeline carries."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _open_outputs()
     spec, node = decode_spec(lifeline)
     with suppress(OSError):  # so that ps and top tell the nodes apart
         Path("/proc/self/comm").write_text(node.name)

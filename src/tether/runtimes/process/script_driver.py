@@ -32,7 +32,9 @@ class ScriptDriver(Driver):
         """The script of each rank is started again up to `restarts` times."""
         super().__init__(plan, observer, hung_seconds, types=control.FROM_SCRIPT)
         # a script may prepare its data for as long as it likes before it joins
-        self._watchdog = Watchdog(hung_seconds, start_seconds=math.inf)
+        self._watchdog = Watchdog(hung_seconds, start_seconds=math.inf, loop_seconds=plan.loop_seconds)
+        #: the workers of which the user knows that they make no step
+        self._stuck: set[str] = set()
         self._restarts = restarts
         self._contributed: set[str] = set()
         self._exits: dict[str, NodeExited] = {}
@@ -59,6 +61,19 @@ class ScriptDriver(Driver):
         launcher.start(others)
         self._watchdog.started(node.name for node in others)
         super()._wait_until_ready()
+
+    def _kill_overdue(self) -> None:
+        super()._kill_overdue()
+        for name in sorted(self._living):
+            seconds = self._watchdog.unusual_loop_seconds(name)
+            if seconds is None:
+                self._stuck.discard(name)
+            elif name not in self._stuck:
+                self._stuck.add(name)
+                self._observer.note(
+                    f"{name} has not made a step for {seconds:.0f} s, and others may be waiting for it; with "
+                    "--hung-seconds such a process is killed, and its script starts again"
+                )
 
     def _handle_other(self, sender: str, message: Message) -> None:
         match message:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import zmq
@@ -19,6 +20,7 @@ from tether.core.events import DataEnded, GradientReady
 from tether.core.machine import Node, Replica
 from tether.errors import RunError
 from tether.runtimes.process import control
+from tether.runtimes.process.liveness import LOOP
 from tether.runtimes.process.node import REPORT_SECONDS, NodeProcess
 from tether.runtimes.process.spec import NodeSpec
 
@@ -44,6 +46,8 @@ class ScriptNode(NodeProcess):
         #: as many mini-batches of each place counted when the run was resumed
         self._first_round = spec.plan.first_round
         self._said_bye = False
+        #: open while the user's thread works on the next gradient
+        self._looping = ExitStack()
 
     @property
     def replica(self) -> Replica:
@@ -62,6 +66,7 @@ class ScriptNode(NodeProcess):
 
     def step(self) -> bool:
         """The user has a gradient: step, exchange, and wait until the next one is wanted. False if the run is over."""
+        self._looping.close()
         with self.lock:
             if self._over:
                 return self._raise_failure()
@@ -81,6 +86,7 @@ class ScriptNode(NodeProcess):
 
     def end(self) -> None:
         """The user's loop has ended: wait for the others and take over the joint model."""
+        self._looping.close()
         with self.lock:
             if not self._over:
                 self._compute = None
@@ -121,6 +127,7 @@ class ScriptNode(NodeProcess):
         if self._over:
             return self._raise_failure()
         self._working_since = time.monotonic()
+        self._looping.enter_context(self._pulse.doing(LOOP))
         return True
 
     def _wait(self, until: Callable[[], bool], seconds: float = math.inf) -> None:
