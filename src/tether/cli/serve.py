@@ -30,7 +30,9 @@ def serve(
     workers: Annotated[int, typer.Option(min=1, help="The number of workers in each training.")] = 2,
     encoder: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="A pretrained encoder in HuggingFace's layout, which trainings then use."),
+        typer.Option(
+            metavar="DIR", help="The folder of a pretrained encoder in HuggingFace's layout, which all trainings use."
+        ),
     ] = None,
     owner: Annotated[str, typer.Option("--add-key", help="Print a new key for this user, and exit.")] = "",
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from tether.errors import UsageError
 from tether.service.access import Access
 from tether.service.jobs import Jobs
 from tether.service.model import Models
@@ -58,7 +59,13 @@ class Core:
     ) -> tuple[str, list[dict[str, Any]]]:
         """Which models have answered, and what; `early` takes what there is while the classifier trains."""
         training = row["status"] == TRAINING
-        model = self.models.get(row["id"]) if row["status"] == AVAILABLE or (early and training) else None
+        try:
+            model = self.models.get(row["id"]) if row["status"] == AVAILABLE or (early and training) else None
+        except UsageError:
+            raise Problem(
+                409,
+                "The classifier was trained with an encoder that the service does not have: start it with --encoder",
+            ) from None
         if model is None:
             why = "is still training" if training else "has failed to train"
             raise Problem(409, f"The classifier {why}, and cannot classify")

@@ -166,10 +166,7 @@ class Classifier:
         return found
 
     def _linear(self, texts: Sequence[str]) -> Floats:
-        matrix = self._features.matrix(texts)
-        if self._vectors is not None:
-            matrix = matrix.with_dense(self._vectors(texts), self._features.count)
-        return scores(matrix, self._weights)
+        return linear_scores(texts, self._features, self._vectors, self._weights)
 
     def _chunk(self, texts: Sequence[str]) -> Tensor:
         linear = torch.from_numpy(self._linear(texts))
@@ -179,6 +176,14 @@ class Classifier:
             with torch.no_grad():
                 network = model(encode(texts, words, length))
         return self._mixture.probabilities(linear, network)
+
+
+def linear_scores(texts: Sequence[str], features: Features, vectors: Vectors | None, weights: Weights) -> Floats:
+    """What the linear model says of each text for each label."""
+    matrix = features.matrix(texts)
+    if vectors is not None:
+        matrix = matrix.with_dense(vectors(texts), features.count)
+    return scores(matrix, weights)
 
 
 def familiarity(features: Features, texts: Sequence[str], linear: Floats) -> Floats:

@@ -23,10 +23,18 @@ from tether.errors import UsageError
 from tether.task import Length
 from tether.tasks.classification import Classification
 from tether.tasks.networks import TextCnn
-from tether.tasks.text.classifier import CLASSIFIER, UNKNOWN, Classifier, encode, familiarity, least_familiar
+from tether.tasks.text.classifier import (
+    CLASSIFIER,
+    UNKNOWN,
+    Classifier,
+    encode,
+    familiarity,
+    least_familiar,
+    linear_scores,
+)
 from tether.tasks.text.encoder import Encoder, Vectors
 from tether.tasks.text.features import Features, Floats, Matrix, tokens
-from tether.tasks.text.linear import Linear, scores
+from tether.tasks.text.linear import Linear
 from tether.tasks.text.mixture import Mixture
 from tether.tasks.text.reader import Row, find, find_test, read, split
 
@@ -321,14 +329,9 @@ class Text(Classification):
             targets = np.ascontiguousarray(targets[:, 1:])
         linear = Linear.fit(matrix, targets, np.arange(len(train)), columns)
         weights = linear.final_weights()
-
-        def scored(texts: list[str]) -> Floats:
-            rows = features.matrix(texts)
-            if vectors is not None:
-                rows = rows.with_dense(vectors(texts), features.count)
-            return scores(rows, weights)
-
-        found, held = scored(aside), scored([row.text for row in held_out])
+        found, held = (
+            linear_scores(part, features, vectors, weights) for part in (aside, [row.text for row in held_out])
+        )
         familiar_min = least_familiar(familiarity(features, aside, found)) if aside else None
         return _LinearPart(
             features,
