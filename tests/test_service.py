@@ -32,6 +32,7 @@ from tether.service.settings import Settings
 from tether.service.store import AVAILABLE, Store
 from tether.service.table import Row, read_table
 from tether.service.training import measure, split
+from tether.testing.conformance import at_this_load
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = Settings(Path("unused"))
@@ -274,7 +275,7 @@ class Served:
 
     def end(self) -> None:
         self.process.send_signal(signal.SIGINT)
-        self.process.wait(30)
+        self.process.wait(at_this_load(30))
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -458,6 +459,7 @@ def test_the_page_uploads_trains_classifies_and_deletes(service: Served, csv_fil
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page()
+        page.set_default_timeout(at_this_load(30) * 1000)
         faults: list[str] = []
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("dialog", lambda dialog: dialog.accept())
@@ -472,7 +474,7 @@ def test_the_page_uploads_trains_classifies_and_deletes(service: Served, csv_fil
         page.wait_for_selector("#create:not([hidden])")
         page.fill("#name", "in the browser")
         page.press("#name", "Enter")
-        page.wait_for_selector("#results:not([hidden])", timeout=120_000)
+        page.wait_for_selector("#results:not([hidden])", timeout=at_this_load(120) * 1000)
         page.wait_for_selector("#accuracy-curve svg.main-svg")
         page.fill("#try-text", "How hot is it today?")
         page.press("#try-text", "Enter")

@@ -29,6 +29,9 @@ from tether.service.table import Table, read_table
 from tether.service.training import DATA, RESULT, RUN
 from tether.tasks.text import CLASSIFIER
 
+#: between looks for new events, and how long a stream is silent at most
+_EVENT_SECONDS, _SILENCE_SECONDS = 0.25, 10.0
+
 
 def routes(core: Core) -> APIRouter:
     """The paths below /api."""
@@ -251,8 +254,9 @@ def routes(core: Core) -> APIRouter:
 
 
 async def _events(owner: str, classifier_id: str, store: Store, jobs: Jobs) -> AsyncIterator[str]:
-    sent, last = 0, ""
+    sent, last, silent = 0, "", 0.0
     while True:
+        before = sent, last
         try:
             row = await run_in_threadpool(store.get, owner, classifier_id)
         except Problem:
@@ -270,7 +274,11 @@ async def _events(owner: str, classifier_id: str, store: Store, jobs: Jobs) -> A
             yield f"event: status\ndata: {last}\n\n"
         if row["status"] in (AVAILABLE, FAILED):
             return
-        await asyncio.sleep(0.25)
+        silent = silent + _EVENT_SECONDS if (sent, last) == before else 0.0
+        if silent >= _SILENCE_SECONDS:  # whoever is in between would take the connection for dead
+            silent = 0.0
+            yield ": nothing new\n\n"
+        await asyncio.sleep(_EVENT_SECONDS)
 
 
 def _report(table: Table) -> dict[str, Any]:
