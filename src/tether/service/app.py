@@ -15,9 +15,9 @@ from starlette.types import ASGIApp
 from tether.service import extras, openapi, watson
 from tether.service.access import Access
 from tether.service.core import Core
-from tether.service.door import Door
+from tether.service.door import Door, answered
 from tether.service.jobs import Jobs
-from tether.service.problems import Problem, answered
+from tether.service.problems import Problem
 from tether.service.settings import Settings
 from tether.service.store import Store
 

@@ -9,9 +9,10 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tether.service.problems import Problem, answered
+from tether.service.problems import Problem
 from tether.service.settings import Settings
 
 _PREFIX = re.compile(
@@ -27,6 +28,11 @@ _SECURITY = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
+
+
+def answered(problem: Problem) -> JSONResponse:
+    """The answer to a request that is refused."""
+    return JSONResponse(problem.body(), problem.code, problem.headers)
 
 
 class Door:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from starlette.responses import JSONResponse
-
 
 class Problem(Exception):
     """A request that is refused. Clients show only `error`, so it says what is wrong by itself."""
@@ -27,8 +25,3 @@ class Problem(Exception):
 def not_found(what: str = "Classifier not found.") -> Problem:
     """Also for what belongs to another owner, so that its existence stays private."""
     return Problem(404, what)
-
-
-def answered(problem: Problem) -> JSONResponse:
-    """The answer to a request that is refused."""
-    return JSONResponse(problem.body(), problem.code, problem.headers)
