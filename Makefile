@@ -25,9 +25,11 @@ lint: $(READY)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/mypy
 
-# the model checker, network namespaces, a browser, npm and PostgreSQL, where they can be installed; elsewhere their tests are skipped
+# the model checker, network namespaces, a browser, npm and PostgreSQL, where they can be installed; elsewhere their tests
+# are skipped. An ssh server, which would listen from then on, only where CI is set
 packages:
-	@for needed in spin:spin tc:iproute2 gcc:gcc chromium:chromium npm:npm pg_ctlcluster:postgresql; do \
+	@for needed in spin:spin tc:iproute2 gcc:gcc chromium:chromium npm:npm \
+			pg_ctlcluster:postgresql $${CI:+sshd:openssh-server}; do \
 		command -v $${needed%:*} > /dev/null || test "$$(id -u)" != 0 || ! command -v apt-get > /dev/null \
 			|| apt-get install --yes -qq $${needed#*:} > /dev/null \
 			|| echo "$${needed#*:} could not be installed; its tests are skipped"; \
