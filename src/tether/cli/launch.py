@@ -95,9 +95,10 @@ def launch(
         show_result(result, as_json)
     else:
         figures: dict[str, Any] = result.figures
+        workers_in_words = "1 worker" if figures["workers"] == 1 else f"{figures['workers']} workers"
         err.print(
-            f"tether: {figures['reason']} after {figures['samples']} steps of {figures['workers']} workers; the run is "
-            f"in {result.directory}",
+            f"tether: {figures['reason']} after {figures['samples']} steps of {workers_in_words}; the run is in "
+            f"{result.directory}",
             highlight=False,
             markup=False,
             soft_wrap=True,
