@@ -21,7 +21,8 @@ from tether.core.vector import Vector
 from tether.errors import Diverged, UsageError
 from tether.execution.directory import RunDirectory
 from tether.execution.progress import make_progress
-from tether.learner.learner import SKIPPED_MIN, Learner
+from tether.learner.guard import SKIPPED_MIN
+from tether.learner.learner import Learner
 from tether.protocols import Options
 from tether.task import Task
 from tether.testing.conformance import Blobs, train_quietly
