@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import importlib
-import io
 import os
 import random
 import sys
@@ -35,8 +34,6 @@ def run_script(spec: NodeSpec, node: Node) -> bool:
     torch.set_num_threads(spec.threads)
     random.seed()  # otherwise all processes would have the generators of the fork server
     np.random.seed()
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)
     try:
         _execute(plan.task, node)
         loop = current()

@@ -549,11 +549,11 @@ class _Leaving:
                 signal.signal(number, self._leave)
 
     def say(self, reason: str) -> None:
+        self._lifeline.release()  # the driver closes it when it reads this
         with suppress(OSError):
             self._connection.sendall(reason.encode()[:REASON_BYTES_MAX])
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
-        self._lifeline.release()  # the driver closes it when it reads this
         self.say("has left")
         shutil.rmtree(self._directory, ignore_errors=True)
         print("tether: this worker has left the run", file=sys.stderr, flush=True)

@@ -459,11 +459,14 @@ class _Output(io.FileIO):
 
 
 def _open_outputs() -> None:
-    """Have what user code prints go to outputs that never fail for want of room."""
+    """Have what user code prints go to outputs that never fail for want of room, line by line.
+
+    A node may be ended at any moment, and what it has printed is the first thing that its user looks at.
+    """
     for name, number in (("stdout", 1), ("stderr", 2)):
         raw = io.BufferedWriter(_Output(number, "w", closefd=False))
         old = getattr(sys, name)
-        setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=number == 2))
+        setattr(sys, name, io.TextIOWrapper(raw, old.encoding, old.errors, line_buffering=True))
 
 
 def _exit_with_driver(lifeline: BinaryIO, directory: Path) -> None:
