@@ -34,6 +34,8 @@ async def measure(url: str, headers: dict[str, str], body: str, rate: float, sec
         nonlocal failed
         reader, writer = await free.get()
         try:
+            if reader.at_eof():  # a service closes connections that nobody has used for a while
+                reader, writer = await asyncio.open_connection(host, port)
             writer.write(request)
             answer = (await reader.readuntil(b"\r\n\r\n")).lower()
             await reader.readexactly(int(answer.partition(b"content-length:")[2].split()[0]))
