@@ -70,7 +70,7 @@ OPTIMIZERS = ("adam", "sgd", "falling")
 #: names for protocols with settings
 ALIASES: dict[str, Options] = {
     "diloco": Averaging(outer="nesterov"),
-    # at its best in runs of this length: its momentum lasts for so many exchanges, of whatever length
+    # a fair choice for runs of this length: its momentum lasts for a number of exchanges, not of steps
     "diloco-50": Averaging(tau=50, outer="nesterov"),
     "tide-pull": PulledTide(),
 }

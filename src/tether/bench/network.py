@@ -187,7 +187,7 @@ def _ours(places: list[Host], trial: Trial, options: Any) -> Found:
 
 
 def _train(trial: Trial, options: Any, on: Cluster | Local, samples: int | None = None) -> Found:
-    """One run of Tether, to the target or to so many samples."""
+    """One run of Tether, to the target or to a number of samples."""
     size, batch = len(trial.task.train_data()), trial.task.batch_size
     until = {"until": f"error<{trial.target}"} if samples is None else {"epochs": samples / size}
     with tempfile.TemporaryDirectory() as folder:
@@ -217,7 +217,7 @@ def _alone(trial: Trial, samples: int) -> list[tuple[int, float]]:
 
 
 def _interpolate(curve: list[tuple[int, float]], samples: int) -> float:
-    """The error at so many samples, as the mean of some evaluations around it."""
+    """The error after this number of samples, as the mean of the evaluations around it."""
     nearest = sorted(curve, key=lambda point: abs(point[0] - samples))[:3]
     return statistics.fmean(error for _, error in nearest)
 

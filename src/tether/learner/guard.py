@@ -11,12 +11,12 @@ from torch import Tensor
 
 #: how many gradients determine what is usual; the first ones, up to this number, are never refused
 GUARD_HISTORY = 16
-#: how many gradients of a worker may not be finite: so many, or this share of its steps
+#: a worker may have this many gradients that are not finite, or this share of its steps if that is more
 SKIPPED_MIN, SKIPPED_SHARE = 10, 0.05
 
 
 def too_many_skipped(skipped: int, steps: int) -> bool:
-    """Whether a worker that made so many steps has had more gradients that were not finite than it may."""
+    """Whether too many of a worker's gradients were not finite, after this number of steps."""
     return skipped > max(SKIPPED_MIN, SKIPPED_SHARE * steps)
 
 

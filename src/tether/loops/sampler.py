@@ -202,7 +202,7 @@ def next_parts(states: dict[int, dict[str, Any]], made: dict[int, int], world: i
 def _advanced(
     place: tuple[int, int], steps: int, state: dict[str, Any], parts: tuple[Part, ...], rank: int, world: int
 ) -> tuple[int, int]:
-    """Where a process is after so many further steps, if it draws as many samples for each as it did before."""
+    """The place of a process after further steps, if each draws the same number of samples as those before."""
     (epoch, count), per_step = place, state["per_step"]
     last = epoch + steps + max((reached for _, places in parts for reached, _ in places), default=0)
     while steps and per_step and epoch <= last:

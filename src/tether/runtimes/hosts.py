@@ -25,7 +25,7 @@ from tether.runtimes.process.handshake import Keys
 HERE = "localhost"
 #: how long until a worker that has ended is started again: at first, and at most
 RETRY_SECONDS, RETRY_SECONDS_MAX = 1.0, 30.0
-#: a host on which so many workers in a row have ended before they joined does not count as one that will
+#: a host counts as failed after this many workers in a row ended there before they joined
 FAILURES_MAX = 3
 #: exit status of a worker that must not try again
 REFUSED_STATUS = 2

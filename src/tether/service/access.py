@@ -47,7 +47,7 @@ class Access:
         return f"tk-{key_id}-{secret}", record
 
     def revoke(self, headers: Mapping[str, str], address: str, key_id: str) -> None:
-        """Revoke a key of whoever asks, but not the one that it is asked with."""
+        """Revoke a key of the caller, except the one that authenticates this request."""
         owner = self.caller(headers, address)
         used = self._found(headers.get("authorization", ""), address) if self._settings.authenticate else None
         if used is not None and used["id"] == key_id:

@@ -86,7 +86,7 @@ class Door:
         await self._app(scope, take, answer)
 
     def _check_site(self, request: Request) -> None:
-        """Another site's page must not act here with the rights of whoever looks at it."""
+        """Refuse requests from another site's page, which would act with its visitor's rights."""
         host = request.headers.get("host", "")
         if not self._settings.authenticate and re.sub(r":\d+$", "", host) not in _LOOPBACK:
             raise Problem(403, "Without keys the service answers only to a local name, such as localhost")

@@ -275,7 +275,7 @@ async def _events(owner: str, classifier_id: str, store: Store, jobs: Jobs) -> A
         if row["status"] in (AVAILABLE, FAILED):
             return
         silent = silent + _EVENT_SECONDS if (sent, last) == before else 0.0
-        if silent >= _SILENCE_SECONDS:  # whoever is in between would take the connection for dead
+        if silent >= _SILENCE_SECONDS:  # proxies close connections that stay silent
             silent = 0.0
             yield ": nothing new\n\n"
         await asyncio.sleep(_EVENT_SECONDS)

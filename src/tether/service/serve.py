@@ -55,7 +55,7 @@ def serve(settings: Settings, host: str, port: int, announce: Callable[[str, str
         socket = config.bind_socket()
     except SystemExit:
         raise UsageError(f"cannot listen on {host}:{port}: choose another --host or --port") from None
-    socket.listen()  # whoever reads the address can connect
+    socket.listen()  # before the address is printed, so that its reader can connect
     jobs.start()
     usage = Flusher(store)
     shown = f"[{host}]" if ":" in host else host

@@ -77,6 +77,7 @@ class Recurrent(Layer):
         return (torch.stack(outputs), *([state.unsqueeze(0) for state in self._carried] if self.exposes else []))
 
     def one_step(self, given: Tensor, cont: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The output and the states after one step; each kind of layer has its own."""
         raise NotImplementedError
 
 

@@ -36,7 +36,7 @@ _LENGTHS = (2, 3, 4, 5)
 #: odd, so it has an inverse modulo 2 ** 64
 _BASE = 0x9E3779B97F4A7C15
 _INVERSE = pow(_BASE, -1, 1 << 64)
-#: a feature that one of so many rows has is left out unless another row has it too
+#: with more rows than this, features that only one row has are left out
 _PRUNED_ROWS = 3000
 #: features that are known at most: the most frequent ones
 _FEATURES_MAX = 1 << 20
